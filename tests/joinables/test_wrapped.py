@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from join.registry import joinables_of
-from joinables.wrapped import unwrapped
+from joinables.wrapped import holds_optimizers, unwrapped
 
 
 class Accelerated(torch.optim.Optimizer):
@@ -64,3 +64,20 @@ def test_what_is_inside(name: str) -> None:
     outer, inner = things()[name]
     assert unwrapped(outer) is inner
     assert [each.join_target for each in joinables_of(outer)] == [inner]
+
+
+class Delegating(torch.optim.Optimizer):
+    """Like Lightning's, with the state of the optimizer inside."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, shares: bool) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        if shares:
+            self.state = inner.state
+
+
+def test_an_optimizer_that_shares_its_state_with_the_one_inside() -> None:
+    sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert not holds_optimizers(Delegating(sgd, shares=True))
+    with pytest.raises(TypeError, match=r"Delegating contains a SGD in \.inner"):
+        holds_optimizers(Delegating(sgd, shares=False))

@@ -38,3 +38,25 @@ def test_each_call_on_a_dummy_runs_as_in_the_last_step_with_data(pool: Pool) -> 
     zero, one = pool.run(calls_twice, ranks=2)
     assert zero == [(4, 3), (4, 2), (0, 3), (0, 2)]
     assert one == [(4, 3), (4, 2)] * 2
+
+
+class Refuses(nn.Sequential):
+    """Takes no empty batch, and a single row neither, which has no variance."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not len(x):
+            raise ValueError("no rows")
+        return super().forward(x)
+
+
+def never_has_data(rank: int) -> int:
+    ddp = DistributedDataParallel(Refuses(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for x in join.iterate([torch.randn(4, 2)] * 2 * rank):
+            ddp.zero_grad()
+            ddp(x).sum().backward()
+    return int(ddp.module[1].num_batches_tracked)
+
+
+def test_a_module_that_takes_two_rows_at_least(pool: Pool) -> None:
+    assert pool.run(never_has_data, ranks=2) == [2, 2]

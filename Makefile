@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch test-accelerator test-gpu soak test-horovod test-frameworks test-engines check bench pictures outputs docs test-docs wheel clean
+.PHONY: help demo test test-all test-torch test-accelerator test-gpu soak test-horovod test-frameworks test-engines mutants check bench pictures outputs docs test-docs wheel clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -14,6 +14,7 @@ help:
 	@echo 'make test-accelerator  run the tests of accelerators on a simulated one'
 	@echo 'make test-gpu  run them on GPUs, of which one is enough, with NCCL and gloo; fails where torch finds none'
 	@echo 'make soak    SOAK=500 random models and loops (make test: eight), and all ways to fail'
+	@echo 'make mutants one change of the logic after the other, each of which a test has to notice (for the night)'
 	@echo 'make check   ruff (lint and format), pyright, and a look for sentences that have to be read twice'
 	@echo 'make bench   run the benchmarks'
 	@echo 'make docs    write the documentation to docs-out'
@@ -72,6 +73,9 @@ test-frameworks: .venv-frameworks/.installed
 # DeepSpeed compiles an extension when it is first used, with ninja and a C++ compiler.
 test-engines: .venv-engines/.installed
 	.venv-engines/bin/python -m pytest -n $(JOBS) tests/engines
+
+mutants: .venv/.test-installed
+	$(BIN)/python -m tests.mutants
 
 check: .venv/.dev-installed
 	$(BIN)/ruff check .

@@ -111,7 +111,7 @@ class _Parcel:
         """
         first = self.tensors[0]
         is_source = collective.rank == source
-        in_place = is_source or not (aside or id(first) in self._kept)
+        in_place = is_source or not aside
         if len(self.tensors) == 1 and first.is_contiguous() and in_place:
             return collective.broadcast(as_bytes(first), source).wait
         flat = self._flat() if is_source else torch.empty(self.nbytes, dtype=torch.uint8, device=first.device)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from join.batch import map_tensors, samples_in
+from join.batch import has_empty_tensor, map_tensors, samples_in
 
 
 @dataclass(frozen=True)
@@ -51,3 +51,10 @@ def test_tensors_are_mapped_wherever_they_are() -> None:
     assert map_tensors(torch.neg, MappingProxyType({"x": torch.ones(1)})) == {"x": -1}
     anything = object()
     assert map_tensors(torch.neg, anything) is anything
+
+
+def test_empty_tensors_are_found() -> None:
+    number = torch.tensor(1.0)
+    assert has_empty_tensor({"number": number, "rows": [torch.ones(0, 3)]})
+    assert not has_empty_tensor({"number": number, "rows": [torch.ones(2, 0)]})
+    assert not has_empty_tensor([number, "text"])

@@ -210,6 +210,24 @@ def test_timeout_names_who_is_missing() -> None:
     assert "Ranks [1] announced no collective within timeout=" in texts[1]
 
 
+def test_a_late_rank_learns_that_it_was_given_up() -> None:
+    """Its header is complete at once, since the others have sent theirs; but they do not come to the burst."""
+    is_told = threading.Barrier(2, timeout=20)
+
+    def rank_main(collective: ThreadCollective) -> int:
+        counter = Counter(collective)
+        with pytest.raises(JoinTimeoutError), Join([counter], timeout=0.5):
+            counter()
+            if collective.rank == 1:
+                is_told.wait()
+            counter()
+        if collective.rank == 0:
+            is_told.wait()
+        return len(counter.works)
+
+    assert run_threads(2, rank_main) == [1, 1]
+
+
 def test_timeout_of_a_rank_that_never_leaves() -> None:
     is_told = threading.Barrier(2, timeout=20)
 

@@ -432,3 +432,22 @@ def a_backward_raises(rank: int) -> str:
 def test_a_loss_after_a_backward_that_raised_is_not_taken_for_scaled(ending: Ending) -> None:
     for end in ending.ends(a_backward_raises, ranks=len(COUNTS)):
         assert "is not scaled, but the loss of the first backward" in str(end.result), end.text
+
+
+def scales_one_of_two(rank: int) -> str:
+    """Both forwards of a step come before its backwards."""
+    ddp = DistributedDataParallel(Net())
+    try:
+        with Join([ddp], divide_by_initial_world_size=False) as join:
+            for x in join.iterate([batch(rank, step) for step in range(COUNTS[rank])]):
+                first, second = ddp(x).sum(), ddp(x + 1).sum()
+                join.scale(first).backward()
+                second.backward()
+    except JoinError as error:
+        return str(error)
+    return "fine"
+
+
+def test_a_backward_is_not_scaled_because_the_one_before_it_was(ending: Ending) -> None:
+    for text in ending.run(scales_one_of_two):
+        assert "is not scaled, but the loss of the first backward in this loop" in text and "[J461]" in text

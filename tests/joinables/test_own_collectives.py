@@ -704,3 +704,39 @@ def test_replicated_by_fsdp_equals_one_process(pool: Pool) -> None:
     pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
     for found in pool.run(train_replicated):
         torch.testing.assert_close(found, mlp_in_one_process((2, 4, 0)))
+
+
+def plain_after_a_break(rank: int) -> str:
+    """Rank 1 leaves the loop alone, and calls the module after it."""
+    model = shard()
+    try:
+        with Join([model]) as join:
+            for x, _ in join.iterate([batch(rank, 0, step) for step in range(3)]):
+                if rank == 1:
+                    break
+                join.scale(model(x).sum()).backward()
+            model(torch.ones(2, 4))
+    except JoinError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_a_plain_forward_after_a_break_of_one_rank_names_the_break(ending: Ending) -> None:
+    assert_blamed(ending.run(plain_after_a_break), 1, "ProtocolError: Rank 1 left the loop over join.iterate in step 1")
+
+
+def forgets_to_scale_a_norm(rank: int) -> str:
+    with sync_batch_norm_on_cpu():
+        ddp = DistributedDataParallel(placed(NORM))
+        try:
+            with Join([ddp]) as join:
+                for x, y in join.iterate([batch(rank, 0, step) for step in range(rank)]):
+                    ((ddp(x) - y) ** 2).mean().backward()
+        except JoinError as error:
+            return str(error)
+    return "fine"
+
+
+def test_a_loss_over_a_synchronised_norm_that_is_not_scaled(ending: Ending) -> None:
+    for text in ending.run(forgets_to_scale_a_norm):
+        assert "is not scaled, but nothing else weighs the gradients of the backward of DistributedData" in text

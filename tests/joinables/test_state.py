@@ -238,3 +238,20 @@ def in_blocks_that_overlap(rank: int) -> None:
 
 def test_torch_joinables_in_blocks_that_overlap(pool: Pool) -> None:
     pool.run(in_blocks_that_overlap, ranks=2)
+
+
+def schedules_after_each_block(rank: int) -> float:
+    """torch warns of a scheduler that steps before its optimizer, which a rank without data has not stepped."""
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with Join([ddp, optimizer]):
+        for step in range(rank):
+            ddp(batch(rank, 0, step)[0]).sum().backward()
+            optimizer.step()
+    scheduler.step()  # warnings are errors here
+    return optimizer.param_groups[0]["lr"]
+
+
+def test_a_scheduler_that_is_not_listed_steps_after_a_block_without_data(pool: Pool) -> None:
+    assert pool.run(schedules_after_each_block, ranks=2) == [0.05] * 2

@@ -843,3 +843,20 @@ def test_weights_that_are_changed_by_hand_under_zero(pool: Pool) -> None:
         normalise(model)
     for state in pool.run(by_hand, ranks=RANKS):
         assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+
+
+def steps_on_nothing(rank: int) -> bool:
+    """One rank steps once more, without gradients, which changes nothing."""
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with Join([ddp, optimizer]) as join:
+        for x, y in join.iterate([batch(rank, 0, step) for step in range(2)]):
+            one_step(optimizer, lambda x=x, y=y: loss_of(ddp, x, y))
+            optimizer.zero_grad()
+            if rank == 0:
+                optimizer.step()
+    return join.report.even
+
+
+def test_a_step_without_gradients_does_not_count(pool: Pool) -> None:
+    assert pool.run(steps_on_nothing, ranks=2) == [True] * 2

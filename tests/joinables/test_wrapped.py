@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from join.registry import joinables_of
-from joinables.wrapped import unwrapped
+from joinables.wrapped import holds_optimizers, unwrapped
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
 
@@ -134,3 +134,20 @@ def test_optimizers_without_the_constructor_of_their_base_class(pool: Pool, kind
     expected = flat_state(model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers))
     for state in pool.run(trained, kind, iterates, ranks=3):
         assert_same(state, expected, 1e-6)
+
+
+class Delegating(torch.optim.Optimizer):
+    """Like Lightning's, with the state of the optimizer inside."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, shares: bool) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        if shares:
+            self.state = inner.state
+
+
+def test_an_optimizer_that_shares_its_state_with_the_one_inside() -> None:
+    sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert not holds_optimizers(Delegating(sgd, shares=True))
+    with pytest.raises(TypeError, match=r"Delegating contains a SGD in \.inner"):
+        holds_optimizers(Delegating(sgd, shares=False))

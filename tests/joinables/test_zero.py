@@ -37,7 +37,7 @@ def train(rank: int, sharded: bool) -> torch.Tensor:
             optimizer.zero_grad()
             model(torch.full((2, 4), 1.0 + step)).square().mean().backward()
             optimizer.step()
-    return net.weight.detach()
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])  # a shard of each rank
 
 
 def test_a_learning_rate_that_is_raised(pool: Pool) -> None:
@@ -219,3 +219,27 @@ def test_a_gradient_scaler_in_a_plain_block(ending: Ending) -> None:
     for text in texts:
         assert "The block lists a GradScaler and the step of ZeroRedundancyOptimizer." in text
     assert texts[2].startswith("PeerError: rank ")
+
+
+def in_some_order(rank: int, other: bool) -> dict[str, torch.Tensor]:
+    """The names of values in a group may be in any order: they depend on what was set when."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    group = optimizer.param_groups[0]
+    if rank and other:
+        group["lr"], group["momentum"] = [group.pop(name) for name in ("lr", "momentum")]
+    with Join([ddp, optimizer]):
+        for step in range(2 * rank):
+            group["lr"] = 0.05
+            optimizer.zero_grad()
+            ddp(batch(rank, 0, step)[0]).square().mean().backward()
+            optimizer.step()
+    return flat_state(ddp.module.state_dict())
+
+
+def test_hyperparameters_in_another_order(pool: Pool) -> None:
+    alike, unlike = (pool.run(in_some_order, other, ranks=2) for other in (False, True))
+    for state in unlike:
+        assert_same(state, alike[0])

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from join.collectives import Collective, SingleCollective, collective_of, run_threads
+from join.collectives import Collective, SingleCollective, collective_of, run_threads, shared_memory
 from join.collectives.board import Board, Note, Progress, StoreBoard
-from join.collectives.shared_memory import SharedBoard
+from join.collectives.shared_memory import Segment, SharedBoard
 from join.failure.peers import Peers, Watch
 from tests.pool import Pool
 from tests.shorter import using
@@ -72,6 +72,25 @@ def test_threads(ranks: int) -> None:
 
 def test_single() -> None:
     conforms(SingleCollective())
+
+
+def test_a_message_that_is_half_written_is_not_read() -> None:
+    board = SharedBoard(Segment(shared_memory._create(1).file, 0, 1))
+    board.block = 1
+    board.post(Note(0, 0, "ValueError", "rank 0 failed"))
+    assert len(board.notes()) == 1
+    begin, _ = board._slot("note", 0)
+    board._memory[begin + 40] ^= 1  # where another rank has come to by now
+    assert board.notes() == []
+
+
+def keeps_store(rank: int) -> list[bool]:
+    groups: list[Any] = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2])]
+    return [collective_of(group).keeps_store for group in groups if dist.get_rank(group) >= 0]
+
+
+def test_which_groups_have_the_rank_that_hosts_the_store(pool: Pool) -> None:
+    assert pool.run(keeps_store) == [[True, True], [True, False, True], [False, True]]
 
 
 class Counting:

@@ -23,6 +23,7 @@ from join.collectives.messages import MessageLine
 from join.collectives.shared_memory import SharedMemoryLine
 from tests.ending import Ending
 from tests.join.counter import Counter
+from tests.meeting import tell, wait_for
 from tests.pool import Pool
 
 RANKS = 3
@@ -310,6 +311,27 @@ def test_a_killed_rank_is_missed_behind_one_that_is_stuck(ending: Ending) -> Non
     assert first.result == (2,), first.text
 
 
+def looks_in_turn(rank: int) -> list[int]:
+    """Rank 2 ends, and the others look for it one after the other."""
+    board, ended = collective_of(None).line() and collective_of(None).board(), list[int]()
+    if rank == 2:
+        os._exit(0)
+    if rank == 1:
+        wait_for([0])
+    while not ended:
+        ended = board.ended()
+        time.sleep(0.01)
+    tell()
+    wait_for([0, 1])
+    return ended
+
+
+def test_each_rank_sees_that_a_process_has_ended(ending: Ending) -> None:
+    """Whoever has looked for it holds no lock in its place."""
+    first, second, _ = ending.ends(looks_in_turn, limit=20)
+    assert first.result == second.result == [2]
+
+
 def late_and_gone(rank: int) -> None:
     """Another process holds no lock; and a number that was given counts, whatever became of who gave it."""
     collective = collective_of(None)
@@ -354,11 +376,19 @@ def test_counts_that_begin_anew(pool: Pool) -> None:
 
 
 def impatient(rank: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=0.4))
+    group = dist.new_group(timeout=timedelta(seconds=1))
     line = collective_of(group).line()
     if rank == 0:
-        with pytest.raises(BrokenCollective, match=r"timed out after 0.4 s: rank 1 did not arrive"):
+        with pytest.raises(BrokenCollective, match=r"timed out after 1 s: rank 1 did not arrive"):
             line.sum(1, 5).wait()
+        work = line.sum(1, 5)
+        for _ in range(200):  # as whoever looks at notes meanwhile
+            with pytest.raises(RuntimeError) as caught:
+                work.wait(timedelta(seconds=0.02))
+            if isinstance(caught.value, BrokenCollective):
+                break
+        else:
+            pytest.fail("each wait has begun the limit again")
     dist.barrier()
 
 

@@ -454,6 +454,12 @@ def test_a_rank_that_dies_where_all_leave(ending: Ending, limit: float | None, o
                 assert end.result.startswith("JoinTimeoutError: ") and "timeout=4 s" in end.result
 
 
+def test_a_rank_that_dies_where_the_only_other_one_leaves(ending: Ending) -> None:
+    """No third rank leaves a note of it."""
+    first, second = ending.ends(dying_before_a_break, None, ranks=2, limit=30)
+    assert second.code == 3 and (first.result or "").startswith("PeerError: rank 1 is gone")
+
+
 class Ends(State):
     """State that communicates when the block ends, and fails on one rank."""
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from join.collectives.board import Note, Progress, StoreBoard
-from join.failure.peers import Watch
+from join import PeerError
+from join.collectives import SingleCollective
+from join.collectives.board import Board, Note, Progress, StoreBoard
+from join.failure.peers import Peers, Watch
 from tests.shorter import using
 
 SECONDS = 10.0  # for what comes at once, on a slow machine, too
@@ -203,3 +205,39 @@ def test_it_says_that_its_rank_has_left(store: dist.TCPStore, asked: bool) -> No
         time.sleep(0.5)
     watch.end()
     assert [rank for rank, progress in board(store, 0).progress().items() if progress.done] == [1]
+
+
+class OfThree(SingleCollective):
+    """Rank 0 of three."""
+
+    world_size = 3  # type: ignore[assignment]
+
+    def __init__(self, store: dist.TCPStore) -> None:
+        self._board_of_ranks = store
+
+    def board(self) -> Board:
+        return StoreBoard(0, 3, self._board_of_ranks)
+
+
+def found(store: dist.TCPStore) -> PeerError:
+    """The failure that rank 0 finds."""
+    peers = Peers(OfThree(store), 1, Progress)
+    with pytest.raises(PeerError) as caught:
+        peers.look_again()
+    peers.end()
+    return caught.value
+
+
+def test_the_first_cause_is_told(store: dist.TCPStore) -> None:
+    """Rank 1 has seen that rank 2 is gone before it could read why."""
+    board(store, 1).post(Note(1, 2, "", "rank 2 is gone"))
+    board(store, 2).post(Note(2, 2, "ValueError", "rank 2 failed: ValueError: mine"))
+    error = found(store)
+    assert str(error).startswith("rank 2 failed: ValueError: mine. The process group") and error.rank == 2
+
+
+def test_a_cause_is_passed_on(store: dist.TCPStore) -> None:
+    """Others may read the note of rank 0 alone."""
+    board(store, 1).post(Note(1, 1, "ValueError", "rank 1 failed"))
+    found(store)
+    assert Note(0, 1, "ValueError", "rank 1 failed") in board(store, 2).notes()

@@ -398,12 +398,14 @@ def in_own_collectives(collective: ThreadCollective, how: str, slow: float = 0.0
     try:
         with Join([Leading(collective)]) as join:
             for step, _ in enumerate(join.iterate([0] * 4)):
-                if collective.rank == 2:
+                if collective.rank == 2 and how != "slow behind":
                     time.sleep(slow)
                 if (collective.rank, step) == (1, 2) and how == "break":
                     break
                 if not ((collective.rank, step) == (1, 2) and how == "leaves out"):
                     collective.barrier()
+                if collective.rank == 2 and how == "slow behind":
+                    time.sleep(slow)
                 if step == 2 and how == "all break":
                     break
     except JoinError as error:
@@ -442,7 +444,7 @@ def test_a_collective_that_pairs_with_one_of_a_later_step(lookahead: int) -> Non
     assert at <= 2 + 3 * lookahead
 
 
-@pytest.mark.parametrize("how", ["none", "all break"])
+@pytest.mark.parametrize("how", ["none", "all break", "slow behind"])
 def test_nobody_who_waits_for_a_slow_rank_is_told_anything(how: str) -> None:
     with using(still=0.3, look=0.05):
         assert run_threads(3, lambda collective: in_own_collectives(collective, how, slow=0.7)) == ["fine"] * 3

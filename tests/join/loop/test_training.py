@@ -659,3 +659,22 @@ def send_between_two(rank: int) -> int:
 
 def test_messages_between_some_ranks(pool: Pool) -> None:
     assert pool.run(send_between_two) == [6, 6, 6]
+
+
+def sends_and_lingers(rank: int) -> int:
+    """The last rank waits for a roll call while the others are in the step still, and have started more."""
+    model, message, steps = DistributedDataParallel(MLP()), torch.zeros(1), 0
+    with using(look=0.02), Join([model]) as join:
+        for x in join.iterate([torch.ones(2, FEATURES)] * 3):
+            model(x).sum().backward()
+            if rank == 0:
+                dist.send(message, 1)
+            elif rank == 1:
+                dist.recv(message, 0)
+            time.sleep(0.3 * (rank < 2))
+            steps += 1
+    return steps
+
+
+def test_messages_between_some_ranks_that_take_a_while(pool: Pool) -> None:
+    assert pool.run(sends_and_lingers) == [3, 3, 3]

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from join import Join, JoinError, JoinReport, ProtocolError
+from join import Burst, Join, JoinError, JoinReport, ProtocolError
 from join.collectives import ThreadCollective, run_threads
+from join.joinable import OnGroup
 from tests.join.counter import Counter, Leading
 
 
@@ -79,3 +80,34 @@ def test_nothing_is_announced_after_an_inner_block_that_failed() -> None:
     for inner, outer in run_threads(2, goes_on_after_an_inner_block):
         assert "J441" in inner
         assert "The Join block has already ended" in outer
+
+
+class Led(OnGroup, Burst):
+    """Notes who leads in each of its bursts."""
+
+    tracks_leader = True
+
+    def __init__(self, collective: ThreadCollective) -> None:
+        super().__init__(collective)
+        self.leaders: list[int] = []
+
+    def attach(self, join: Join) -> None:
+        self.channel = join.channel
+
+    def __call__(self) -> None:
+        self.channel.announce(self)
+        self.main_hook()
+
+    def main_hook(self) -> None:
+        self.leaders.append(self.channel.headers.leader_for(self))
+
+
+def test_a_rank_with_data_leads_from_the_first_burst_on() -> None:
+    def run(collective: ThreadCollective) -> list[int]:
+        led = Led(collective)
+        with Join([led]):
+            for _ in range((0, 2, 4)[collective.rank]):
+                led()
+        return led.leaders
+
+    assert run_threads(3, run) == [[1, 1, 1, 2]] * 3  # in a burst that all expect, the leader is that of the one before

@@ -10,8 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, PeerError, ProtocolError
 from joinables import LossGate
+from tests.ending import Ending
 from tests.models import batch, build
 from tests.pool import Pool
+from tests.versions import OWN_BUFFERS
 
 COUNTS = (0, 2, 1), (2, 1, 0)
 
@@ -198,3 +200,51 @@ def train_after_a_loop(rank: int) -> dict[str, torch.Tensor]:
 
 def test_statistics_of_plain_steps_after_a_loop(pool: Pool) -> None:
     assert_statistics(pool.run(train_after_a_loop, ranks=2), [(0, 0), (1, 1), (0, 2), (0, 3)])
+
+
+def train_plainly(rank: int) -> dict[str, torch.Tensor]:
+    module = build("norm")
+    model = DistributedDataParallel(module)
+    with Join([model], divide_by_initial_world_size=False):
+        for step in range((1, 3, 4)[rank]):
+            model(batch(rank, 0, step)[0]).sum().backward()
+            model.zero_grad()
+    return dict(module.named_buffers())
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+def test_statistics_of_plain_steps_follow_the_lowest_rank_with_data(pool: Pool, over_group: bool) -> None:
+    """Each of which leaves before the next one leads, also where no rank waits for the header that says so."""
+    assert_statistics(pool.run(train_plainly, over_group=over_group), [(0, 0), (1, 1), (1, 2), (2, 3)])
+
+
+def counts_batches_of_its_own(rank: int) -> int:
+    model = DistributedDataParallel(build("norm"), **OWN_BUFFERS)
+    with Join([model]) as join:
+        for x, _ in join.iterate([batch(rank, 0, step) for step in range(1 + rank)], dummy="last"):
+            model(x).sum().backward()
+            model.zero_grad()
+    return int(model.module[1].num_batches_tracked)
+
+
+def test_dummies_leave_no_trace_in_statistics_that_each_rank_keeps(pool: Pool) -> None:
+    assert pool.run(counts_batches_of_its_own) == [1, 2, 3]
+
+
+def evaluates_alone(rank: int) -> str:
+    """Rank 0 makes a buffer grow between two blocks."""
+    model = DistributedDataParallel(Grows(0.0))
+    try:
+        for _ in range(2):
+            with Join([model]):
+                model(torch.ones(1, 2)).sum().backward()
+            if rank == 0:
+                model.module(torch.ones(3, 2))
+    except (PeerError, ProtocolError) as error:
+        return str(error)
+    return "fine"
+
+
+def test_a_buffer_that_grew_on_one_rank_between_two_blocks_is_named(ending: Ending) -> None:
+    for text in ending.run(evaluates_alone, ranks=2):
+        assert "changed their shape on 1 of 2 ranks with data" in text and "[J444]" in text

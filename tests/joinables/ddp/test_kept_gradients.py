@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, JoinError
+from tests.ending import Ending
 from tests.pool import Pool
 from tests.versions import OWN_BUFFERS
 
@@ -164,3 +165,51 @@ def test_a_result_that_is_added_to_makes_nothing_wait(pool: Pool, set_to_none: b
     assert one[0] == pytest.approx(wanted[:2])
     assert [end for _, end, _ in (zero, one, two)] == pytest.approx([wanted[-1]] * 3)
     assert not over_group or not zero[2]
+
+
+def drops_a_weight(rank: int) -> float:
+    """What was accumulated before ``zero_grad`` weighs nothing in the window."""
+    ddp = one_weight()
+    with Join([ddp]) as join:
+        for factor in () if rank else (10.0, 1.0):
+            ddp.zero_grad()
+            join.weight = factor
+            with ddp.no_sync() if factor > 1 else nullcontext():
+                join.scale(ddp(torch.full((1, 1), factor)).sum()).backward()
+    return grad_of(ddp)
+
+
+def test_a_window_that_was_zeroed_weighs_nothing(pool: Pool) -> None:
+    assert pool.run(drops_a_weight, ranks=2) == [1.0, 1.0]
+
+
+def keeps_in_a_loop(rank: int) -> float:
+    ddp = one_weight()
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for x in join.iterate([torch.full((1, 1), each) for each in ((1.0, 10.0), (3.0,))[rank]]):
+            ddp(x).sum().backward()
+    return grad_of(ddp)
+
+
+def test_a_result_that_is_kept_in_a_loop_counts_once(pool: Pool) -> None:
+    assert pool.run(keeps_in_a_loop, ranks=2) == [(1 + 3) / 2 + 10] * 2
+
+
+def skips_the_end_of_a_window(rank: int) -> str:
+    """All ranks accumulate, and skip the backward that would reduce it."""
+    ddp = one_weight()
+    try:
+        with Join([ddp]) as join:
+            for _ in join.iterate(range(4 - 3 * rank), window=2):
+                with nullcontext() if join.ends_window else ddp.no_sync():
+                    loss = join.scale(ddp(torch.ones(1, 1)).sum())
+                    if not join.ends_window:
+                        loss.backward()
+    except JoinError as error:
+        return str(error)
+    return "fine"
+
+
+def test_gradients_whose_reduction_all_ranks_skip_are_not_forgotten(ending: Ending) -> None:
+    for text in ending.run(skips_the_end_of_a_window, ranks=2):
+        assert "Gradients of an earlier step are still unreduced" in text and "[J471]" in text

@@ -172,3 +172,9 @@ def test_gradients_that_are_kept(pool: Pool, accumulate: int) -> None:
     for gradients in pool.run(keeps_gradients, accumulate, ranks=3):
         for ours, parameter in zip(gradients, model.parameters(), strict=True):
             torch.testing.assert_close(ours, parameter.grad, atol=TOLERANCE, rtol=0)
+
+
+def test_weight_on_one_of_two_ranks_with_data(ending: Ending) -> None:
+    """No third rank shadows the reduction and finds it out."""
+    for text in ending.run(outcome, ((2, 2), (2, None)), ranks=2):
+        assert ON_SOME in text

@@ -1,0 +1,62 @@
+"""What a module that takes no empty batch runs on instead, call by call."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+from tests.pool import Pool
+
+
+class Picky(nn.Module):
+    """Takes rows that it knows, and no others: of three columns in its first call of a step, of two in its second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"wide": nn.Linear(3, 1), "narrow": nn.Linear(2, 1)})
+
+    def forward(self, x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if not (x == 7).all() or not len(x):
+            raise ValueError("unknown rows")
+        return self.layers[kind](x), x
+
+
+def calls_twice(rank: int) -> list[tuple[int, ...]]:
+    ddp, shapes = DistributedDataParallel(Picky()), list[tuple[int, ...]]()
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for x in join.iterate([torch.full((4, 3), 7.0)] * (1 + rank)):
+            (first, wide), (second, narrow) = ddp(x, "wide"), ddp(x[:, :2], "narrow")
+            (first.sum() + second.sum()).backward()
+            shapes += [tuple(wide.shape), tuple(narrow.shape)]
+            ddp.zero_grad()
+    return shapes
+
+
+def test_each_call_on_a_dummy_runs_as_in_the_last_step_with_data(pool: Pool) -> None:
+    zero, one = pool.run(calls_twice, ranks=2)
+    assert zero == [(4, 3), (4, 2), (0, 3), (0, 2)]
+    assert one == [(4, 3), (4, 2)] * 2
+
+
+class Refuses(nn.Sequential):
+    """Takes no empty batch, and a single row neither, which has no variance."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not len(x):
+            raise ValueError("no rows")
+        return super().forward(x)
+
+
+def never_has_data(rank: int) -> int:
+    ddp = DistributedDataParallel(Refuses(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for x in join.iterate([torch.randn(4, 2)] * 2 * rank):
+            ddp.zero_grad()
+            ddp(x).sum().backward()
+    return int(ddp.module[1].num_batches_tracked)
+
+
+def test_a_module_that_takes_two_rows_at_least(pool: Pool) -> None:
+    assert pool.run(never_has_data, ranks=2) == [2, 2]

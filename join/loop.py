@@ -253,22 +253,39 @@ class Iteration:
         # Dummies may follow in this round even if the loader has more batches.
         dummies_follow = counts.own_batches == counts.begun < counts.steps
         if may_be_last or dummies_follow:  # dummies are made of this batch as it was before the loop body
-            self._template = duplicate(batch)
+            self._template = self._make_template(batch)
         self._channel.step.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
         self._channel.headers.tally.batches += 1
         return batch
 
     def _make_dummy(self) -> Any:
+        make = self._options.dummy
         if self.joined_at is None:
             self.joined_at = time.monotonic()
-            if self._options.dummy == "empty":
-                self._template = emptied(self._template)
         self._channel.headers.tally.dummies += 1
-        self._channel.step.batch = StepBatch.EMPTY if self._options.dummy == "empty" else StepBatch.DUMMY
         with profiled("dummy"):
-            dummy = duplicate(self._template)
-            make = self._options.dummy
-            return make(dummy) if callable(make) else dummy
+            dummy = self._make_template(self._template)  # another copy, since the loop body may change it
+            if isinstance(dummy, JoinError):
+                raise dummy
+            if callable(make):
+                dummy = make(dummy)
+        self._channel.step.batch = StepBatch.EMPTY if make == "empty" else StepBatch.DUMMY
+        return dummy
+
+    def _make_template(self, batch: Any) -> Any:
+        """Return a copy of ``batch`` of which dummies are made, emptied if these are empty, or the error if that fails.
+
+        The function that makes dummies may know how to copy a batch, so it receives the batch itself then.
+        """
+        try:
+            return emptied(batch) if self._options.dummy == "empty" else map_tensors(copied, batch)
+        except Exception as error:
+            if callable(self._options.dummy):
+                return batch
+            return JoinError(
+                f"Ranks without data need a dummy batch, but rank {self._rank} cannot make one of its own batch"
+                f" ({described(error)}). Pass join.iterate(..., dummy=function) with a function that makes one. [J067]"
+            )
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -327,9 +344,9 @@ class Iteration:
         """Send a batch from the lowest rank with data to ranks that never had one; an empty one for empty dummies."""
         counts = self._counts
         source = counts.first_with_data
-        own = self._own_template() if self._rank == source else None
+        own = self._make_template(self.ahead.held[0][0]) if self._rank == source else None
         try:
-            template, problem = broadcast_tree(self._channel.collective, own, source, self._channel.roster.devices())
+            template = broadcast_tree(self._channel.collective, own, source, self._channel.roster.devices())
         except (RuntimeError, TypeError) as error:
             if is_broken(error):
                 raise  # because another rank is gone, whatever the batch is
@@ -338,21 +355,10 @@ class Iteration:
                 f" ({error}). Yield plain tensors in lists, tuples or dicts from the loader, and build other objects in"
                 " the loop body. [J066]"
             ) from error
-        if problem is not None:
-            self._guard.close_and_raise(problem)
+        if isinstance(template, JoinError):
+            self._guard.close_and_raise(template)
         if not counts.own_batches:
             self._template = template
-
-    def _own_template(self) -> tuple[Any, JoinError | None]:
-        """Return this rank's first batch, emptied if dummies are empty; or the error to raise if that fails."""
-        first, _, _ = self.ahead.held[0]
-        try:
-            return emptied(first) if self._options.dummy == "empty" else first, None
-        except Exception as error:
-            return None, JoinError(
-                f"Ranks without data need a dummy batch, but rank {self._rank} cannot make one of its first batch"
-                f" ({described(error)}). Pass join.iterate(..., dummy=function) with a function that makes one. [J067]"
-            )
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -744,22 +750,12 @@ def emptied(batch: Any) -> Any:
 
     Other objects in the batch stay as they are. The copy holds no memory of the tensors.
     """
-    # A mere slice would keep the storage of the tensor, and its autograd graph if the loop body has used it.
-    return map_tensors(_without_rows, batch)
+    return map_tensors(lambda tensor: copied(tensor[:0] if tensor.dim() else tensor), batch)
 
 
-def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dim() == 0:
-        return tensor
-    return tensor.detach()[:0].clone().requires_grad_(tensor.requires_grad)
-
-
-def duplicate(batch: Any) -> Any:
-    """Return the batch in new containers, with the same tensors, because a loop body may change its containers."""
-    try:
-        return map_tensors(lambda tensor: tensor, batch)
-    except Exception:  # because a container cannot be built again, and the original still serves
-        return batch
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a batch's tensor, because a loop body may change it; without its autograd graph and storage."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 # -- the result of Join.iterate ----------------------------------------------------------------------------------------

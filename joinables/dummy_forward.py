@@ -11,6 +11,7 @@ may have issued some of its collectives by then, so it is never called with an e
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -49,8 +50,9 @@ class DummyForward:
                 self._calls = []
         self._number += 1
         if is_last:
-            # The tensors are kept without the graphs that produced them.
-            self._calls.append(map_tensors(torch.Tensor.detach, arguments))
+            with suppress(TypeError):  # which is raised again if a dummy needs these arguments
+                arguments = map_tensors(torch.Tensor.detach, arguments)  # without the graphs that produced them
+            self._calls.append(arguments)
 
     def instead_of(self, arguments: Arguments) -> Arguments:
         """Return arguments for the current call, to replace the empty ones, which then receive gradients of 0."""

@@ -9,7 +9,7 @@ import re
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -607,6 +607,66 @@ def test_batches_of_a_class_of_ones_own(pool: Pool, dummy: Any) -> None:
     assert [names for _, names in results] == [["0 0", "0 1"], ["1 0", "1 0"], ["0 0", "0 0"]]
     for state, _ in results:
         assert_same(state, flat_state(net.state_dict()), TOLERANCE)
+
+
+class Held(MutableMapping[str, torch.Tensor]):
+    """Keeps its items in an attribute, which a copy shares."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.held = dict(zip("xy", streams(rank, step)[0], strict=True))
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.held[key]
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        self.held[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+COUNTS_OF_KEPT = 2, 3, 0
+
+
+def on_kept_batches(rank: int, dummy: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+    torch.manual_seed(0)
+    ddp, lengths = DistributedDataParallel(MLP()), list[int]()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    data = [Held(rank, step) for step in range(COUNTS_OF_KEPT[rank])]
+    for _ in range(2):
+        with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+            for each in join.iterate(data, dummy=dummy):
+                optimizer.zero_grad()
+                loss(ddp(each["x"].mul_(0.5)), each["y"]).backward()  # its own work, once for each batch and epoch
+                optimizer.step()
+                if join.shadowing:
+                    lengths.append(len(each.pop("y")))
+    return flat_state(ddp.module.state_dict(), [dict(each) for each in data]), lengths
+
+
+@pytest.mark.parametrize("dummy", ["empty", "last"])
+def test_dummies_leave_the_batches_alone_that_a_data_set_keeps(pool: Pool, dummy: Any) -> None:
+    torch.manual_seed(0)
+    net, data = MLP(), [[Held(rank, step) for step in range(count)] for rank, count in enumerate(COUNTS_OF_KEPT)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in [0, 1, 2] * 2:
+        now = [own[step] for own in data if step < len(own)]
+        optimizer.zero_grad()
+        for each in now:
+            (loss(net(each["x"].mul_(0.5)), each["y"]) / len(now)).backward()
+        optimizer.step()
+    results = pool.run(on_kept_batches, dummy, ranks=RANKS)
+    assert [lengths for _, lengths in results] == [
+        [len(streams(0, 0)[0][0]) * (dummy == "last")] * n for n in (2, 0, 6)
+    ]
+    for (state, _), own in zip(results, data, strict=True):
+        assert_same(state, flat_state(net.state_dict(), [dict(each) for each in own]), TOLERANCE)
 
 
 def alive(rank: int, lookahead: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence
 from enum import Enum, auto
 from typing import Any, cast
 
@@ -17,8 +17,6 @@ import torch
 
 from join.collectives._torch_private import pytree
 from join.errors import described
-
-_SEQUENCES = list, tuple, MutableSequence
 
 
 class StepBatch(Enum):
@@ -101,7 +99,7 @@ def has_empty_tensor(batch: Any) -> bool:
 
 def _items(leaf: Any) -> list[tuple[Any, Any]]:
     """Return the items, or fields, of a container that pytree takes for a leaf; an empty list for other objects."""
-    if isinstance(leaf, _SEQUENCES) and not isinstance(leaf, bytearray):
+    if isinstance(leaf, (tuple, MutableSequence)) and not isinstance(leaf, bytearray):
         return list(enumerate(cast("Iterable[Any]", leaf)))
     if isinstance(leaf, Mapping):
         return list(cast("Mapping[Any, Any]", leaf).items())
@@ -117,21 +115,16 @@ def _rebuilt(container: Any, items: list[tuple[Any, Any]], mapped: dict[int, Any
     A copy shares the attributes of the container, and one of these may hold the items, so an assignment to an item of
     the copy could write into the container. A deep copy replaces the values wherever they are.
     """
-    kind = cast("type[Any]", type(container))
+    kind = container.__class__
     attributes: dict[str, Any] = getattr(container, "__dict__", {})
     changed = [(key, mapped[id(value)]) for key, value in items]
-    if issubclass(kind, Mapping) and not issubclass(kind, MutableMapping):
-        return dict(changed)
     # The deep copy shares other objects in attributes, such as a data set.
-    shared = {id(part): part for part in attributes.values() if not isinstance(part, (*_SEQUENCES, Mapping, set))}
+    shared = {id(part): part for part in attributes.values() if not isinstance(part, (list, tuple, set, Mapping))}
     try:
         try:
             built = copy.deepcopy(container, shared | mapped)
-        except KeyError:  # of a __getattr__ that looks for __deepcopy__ among the items
-            if not issubclass(kind, dict):
-                raise
-            built = copy.copy(container)
-            built.update(changed)
+        except (KeyError, TypeError):  # of a mapping that looks for __deepcopy__ among its items, or has none
+            built = kind(dict(changed))
         if attributes is container:  # a dict whose items are its attributes, too
             built.__dict__ = built
         if any(now is not wanted for (_, now), (_, wanted) in zip(_items(built), changed, strict=True)):

@@ -76,7 +76,7 @@ from join.batch import Step, StepBatch, map_tensors
 from join.collectives._torch_private import profiled
 from join.collectives.base import Exact, exact
 from join.collectives.broken import is_broken
-from join.errors import JoinError, ProtocolError, add_note, described
+from join.errors import JoinError, PeerError, ProtocolError, add_note, described
 from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep
 from join.transfer import broadcast_tree
 
@@ -259,7 +259,6 @@ class Iteration:
         return batch
 
     def _make_dummy(self) -> Any:
-        make = self._options.dummy
         if self.joined_at is None:
             self.joined_at = time.monotonic()
         self._channel.headers.tally.dummies += 1
@@ -267,10 +266,9 @@ class Iteration:
             dummy = self._make_template(self._template)  # another copy, since the loop body may change it
             if isinstance(dummy, JoinError):
                 raise dummy
-            if callable(make):
-                dummy = make(dummy)
-        self._channel.step.batch = StepBatch.EMPTY if make == "empty" else StepBatch.DUMMY
-        return dummy
+            make = self._options.dummy
+            self._channel.step.batch = StepBatch.EMPTY if make == "empty" else StepBatch.DUMMY
+            return make(dummy) if callable(make) else dummy
 
     def _make_template(self, batch: Any) -> Any:
         """Return a copy of ``batch`` of which dummies are made, emptied if these are empty, or the error if that fails.
@@ -410,12 +408,12 @@ class Iteration:
     def fail(self, error: BaseException) -> None:
         """End the loop on this rank only, which leaves the block with ``error``."""
         self._lockstep.return_to_body()
-        if isinstance(error, Exception) and self._channel.step.batch is StepBatch.EMPTY:
-            add_note(
-                error,
-                "This rank was out of data and got an empty dummy batch. If the loop body cannot process it, pass"
-                " dummies with samples: join.iterate(loader, dummy='last')",
-            )
+        if self._channel.step.batch in (StepBatch.EMPTY, StepBatch.DUMMY) and not isinstance(error, PeerError):
+            note = f"This rank was out of data and got a dummy batch (dummy={self._options.dummy!r})."
+            if self._options.dummy == "empty":
+                note += " A mean over no samples is NaN. If the body cannot process an empty batch, pass dummy='last'."
+            note += " Check a loss only if join.shadowing is False"
+            add_note(error, note)
         self._release()
 
     def _release(self) -> None:

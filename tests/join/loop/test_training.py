@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import multiprocessing
+import os
 import re
+import sys
 import time
 import warnings
 import weakref
@@ -567,6 +569,37 @@ def test_a_data_loader_that_raises(ending: Ending) -> None:
     assert one == "OSError: disk"
     for text in (zero, two):
         assert text.startswith(f"PeerError: rank 1 failed: {one}")
+
+
+class Diverged(ArithmeticError):
+    """By which a body ends its loop."""
+
+
+LEAVES: dict[str, Any] = {"raise": Diverged, "exit": partial(SystemExit, 1), "interrupt": KeyboardInterrupt}
+
+
+def leaving_on_a_dummy(rank: int, how: str, dummy: Any) -> None:
+    ddp = DistributedDataParallel(MLP())
+    with Join([ddp]) as join:
+        for x in join.iterate([torch.ones(2, FEATURES)] * (3, 2, 0)[rank], dummy=dummy):
+            if rank == 2 and how == "vanish":
+                os._exit(1)
+            if rank == 2:
+                raise LEAVES[how]
+            ddp(x).mean().backward()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
+@pytest.mark.parametrize(
+    ("how", "dummy"), [("raise", "last"), ("exit", "empty"), ("interrupt", "last"), ("vanish", "empty")]
+)
+def test_whoever_leaves_on_a_dummy_tells_the_others(ending: Ending, how: str, dummy: str) -> None:
+    """Scripts that exit if a loss is NaN silence all ranks but the first, so all must say it."""
+    for end in ending.ends(leaving_on_a_dummy, how, dummy)[:2]:
+        assert end.error.startswith("PeerError: rank 2 "), end.text
+        assert "only 2 of 3 ranks had data" in end.error
+        assert (f"got a dummy batch (dummy={dummy!r})" in end.error) is (how != "vanish")
+        assert ("pass dummy='last'" in end.error) is (how != "vanish" and dummy == "empty")
 
 
 @dataclass

@@ -115,24 +115,24 @@ def _rebuilt(container: Any, items: list[tuple[Any, Any]], mapped: dict[int, Any
     A copy shares the attributes of the container, and one of these may hold the items, so an assignment to an item of
     the copy could write into the container. A deep copy replaces the values wherever they are.
     """
-    kind = container.__class__
     attributes: dict[str, Any] = getattr(container, "__dict__", {})
     changed = [(key, mapped[id(value)]) for key, value in items]
     # The deep copy shares other objects in attributes, such as a data set.
     shared = {id(part): part for part in attributes.values() if not isinstance(part, (list, tuple, set, Mapping))}
+    problem = "its attributes do not hold its items"
     try:
         try:
             built = copy.deepcopy(container, shared | mapped)
         except (KeyError, TypeError):  # of a mapping that looks for __deepcopy__ among its items, or has none
-            built = kind(dict(changed))
+            built = container.__class__(dict(changed))
         if attributes is container:  # a dict whose items are its attributes, too
             built.__dict__ = built
-        if any(now is not wanted for (_, now), (_, wanted) in zip(_items(built), changed, strict=True)):
-            raise TypeError("its attributes do not hold its items")
-        return built
+        if all(now is wanted for (_, now), (_, wanted) in zip(_items(built), changed, strict=True)):
+            return built
     except Exception as error:
-        raise TypeError(
-            f"A {kind.__name__} in a batch cannot be built again with other tensors ({described(error)}). Put tensors"
-            " into lists, tuples, dicts or dataclasses, or pass join.iterate(..., dummy=function) with a function that"
-            " makes a dummy batch. [J555]"
-        ) from error
+        problem = described(error)
+    raise TypeError(
+        f"A {type(container).__name__} in a batch cannot be built again with other tensors ({problem}). Put tensors into"
+        " lists, tuples, dicts or dataclasses, or pass join.iterate(..., dummy=function) with a function that makes a"
+        " dummy batch. [J555]"
+    )

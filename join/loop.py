@@ -276,7 +276,7 @@ class Iteration:
         The function that makes dummies may know how to copy a batch, so it receives the batch itself then.
         """
         try:
-            return emptied(batch) if self._options.dummy == "empty" else map_tensors(copied, batch)
+            return map_tensors(_without_rows if self._options.dummy == "empty" else copied, batch)
         except Exception as error:
             if callable(self._options.dummy):
                 return batch
@@ -340,8 +340,7 @@ class Iteration:
 
     def _share_template(self) -> None:
         """Send a batch from the lowest rank with data to ranks that never had one; an empty one for empty dummies."""
-        counts = self._counts
-        source = counts.first_with_data
+        source = self._counts.first_with_data
         own = self._make_template(self.ahead.held[0][0]) if self._rank == source else None
         try:
             template = broadcast_tree(self._channel.collective, own, source, self._channel.roster.devices())
@@ -355,7 +354,7 @@ class Iteration:
             ) from error
         if isinstance(template, JoinError):
             self._guard.close_and_raise(template)
-        if not counts.own_batches:
+        if not self._counts.own_batches:
             self._template = template
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -748,7 +747,11 @@ def emptied(batch: Any) -> Any:
 
     Other objects in the batch stay as they are. The copy holds no memory of the tensors.
     """
-    return map_tensors(lambda tensor: copied(tensor[:0] if tensor.dim() else tensor), batch)
+    return map_tensors(_without_rows, batch)
+
+
+def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return copied(tensor[:0] if tensor.dim() else tensor)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,22 @@
 """Data of one step of a loop, :class:`Step`, and the tensors in a batch: :func:`tensors_in`, :func:`map_tensors`.
 
 Both functions find tensors in lists, tuples, dicts and the other containers that ``torch.utils._pytree`` knows, in
-subclasses of these, in mappings of any class and in dataclasses. Other objects stay as they are.
+subclasses of these, in mappings and mutable sequences of any class and in dataclasses. Other objects stay as they are.
+A container is never changed: :func:`map_tensors` builds another one, or raises an error.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence
 from enum import Enum, auto
 from typing import Any, cast
 
 import torch
 
 from join.collectives._torch_private import pytree
+from join.errors import described
 
 
 class StepBatch(Enum):
@@ -69,13 +71,18 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
-    """Return a copy of ``batch`` in which ``function(tensor)`` replaces each tensor."""
+    """Return a copy of ``batch`` in which ``function(tensor)`` replaces each tensor.
+
+    Raises:
+        TypeError: If a container cannot be built with other tensors.
+    """
 
     def map_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
-        items = [(key, map_tensors(function, value)) for key, value in _items(leaf)]
-        return _replaced(leaf, items) if items else leaf
+        items = _items(leaf)
+        mapped = {id(value): map_tensors(function, value) for _, value in items}
+        return _rebuilt(leaf, items, mapped) if items else leaf
 
     return pytree.tree_map(map_leaf, batch)
 
@@ -92,29 +99,40 @@ def has_empty_tensor(batch: Any) -> bool:
 
 def _items(leaf: Any) -> list[tuple[Any, Any]]:
     """Return the items, or fields, of a container that pytree takes for a leaf; an empty list for other objects."""
-    if isinstance(leaf, (list, tuple)):
-        return list(enumerate(cast("Sequence[Any]", leaf)))
+    if isinstance(leaf, (tuple, MutableSequence)) and not isinstance(leaf, bytearray):
+        return list(enumerate(cast("Iterable[Any]", leaf)))
     if isinstance(leaf, Mapping):
         return list(cast("Mapping[Any, Any]", leaf).items())
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        return [(field.name, getattr(leaf, field.name)) for field in dataclasses.fields(leaf)]
+        # A field with init=False may have no value.
+        return [(each.name, getattr(leaf, each.name)) for each in dataclasses.fields(leaf) if hasattr(leaf, each.name)]
     return []
 
 
-def _replaced(leaf: Any, items: list[tuple[Any, Any]]) -> Any:
-    """Return a copy of ``leaf`` with these items."""
-    if isinstance(leaf, tuple):
+def _rebuilt(container: Any, items: list[tuple[Any, Any]], mapped: dict[int, Any]) -> Any:
+    """Return a new container of the same class, with a new value for each of the items, by the ``id`` of the old one.
+
+    A copy shares the attributes of the container, and one of these may hold the items, so an assignment to an item of
+    the copy could write into the container. A deep copy replaces the values wherever they are.
+    """
+    attributes: dict[str, Any] = getattr(container, "__dict__", {})
+    changed = [(key, mapped[id(value)]) for key, value in items]
+    # The deep copy shares other objects in attributes, such as a data set.
+    shared = {id(part): part for part in attributes.values() if not isinstance(part, (list, tuple, set, Mapping))}
+    problem = "its attributes do not hold its items"
+    try:
         try:
-            return type(cast("tuple[Any, ...]", leaf))([value for _, value in items])
-        except TypeError:  # its constructor takes other arguments
-            return cast("Any", leaf)
-    if isinstance(leaf, Mapping) and not isinstance(leaf, MutableMapping):
-        return dict(items)
-    changed: Any = copy.copy(cast("Any", leaf))
-    has_keys = isinstance(leaf, (list, Mapping))
-    for key, value in items:
-        if has_keys:
-            changed[key] = value
-        else:
-            object.__setattr__(changed, key, value)  # because a dataclass may be frozen
-    return changed
+            built = copy.deepcopy(container, shared | mapped)
+        except (KeyError, TypeError):  # of a mapping that looks for __deepcopy__ among its items, or has none
+            built = container.__class__(dict(changed))
+        if attributes is container:  # a dict whose items are its attributes, too
+            built.__dict__ = built
+        if all(now is wanted for (_, now), (_, wanted) in zip(_items(built), changed, strict=True)):
+            return built
+    except Exception as error:
+        problem = described(error)
+    raise TypeError(
+        f"A {type(container).__name__} in a batch cannot be built again with other tensors ({problem}). Put tensors into"
+        " lists, tuples, dicts or dataclasses, or pass join.iterate(..., dummy=function) with a function that makes a"
+        " dummy batch. [J555]"
+    )

@@ -42,7 +42,7 @@ from join.agreement import Values, check_same, digest, digest_of, raise_differen
 from join.collectives import Collective, TorchCollective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
-from join.errors import JoinError, ProtocolError
+from join.errors import JoinError, PeerError, ProtocolError, add_note
 from join.failure.peers import Peers
 from join.joinable import Joinable, JoinConfig
 from join.loop import Iteration
@@ -273,7 +273,10 @@ class OpenBlock:
 
     def _fail(self, error: BaseException) -> None:
         """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one."""
-        cause = self.channel.guard.fail(error)
+        cause, step = self.channel.guard.fail(error), self.channel.step
+        if isinstance(cause or error, PeerError) and 0 < step.contributors < self._collective.world_size:
+            count = f"only {step.contributors} of {self._collective.world_size} ranks had data"
+            add_note(cause or error, f"In this step of join.iterate, {count}. The others ran on dummy batches.")
         if cause is not None:
             raise cause from error
 

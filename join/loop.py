@@ -76,7 +76,7 @@ from join.batch import Step, StepBatch, map_tensors
 from join.collectives._torch_private import profiled
 from join.collectives.base import Exact, exact
 from join.collectives.broken import is_broken
-from join.errors import JoinError, ProtocolError, add_note, described
+from join.errors import JoinError, PeerError, ProtocolError, add_note, described
 from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep
 from join.scaling import WINDOW_NUMBERS
 from join.transfer import broadcast_tree
@@ -256,7 +256,7 @@ class Iteration:
         # Dummies may follow in this round even if the loader has more batches.
         dummies_follow = counts.own_batches == counts.begun < counts.steps
         if may_be_last or dummies_follow:  # dummies are made of this batch as it was before the loop body
-            self._template = duplicate(batch)
+            self._template = self._make_template(batch)
         self._channel.step.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
         self._channel.headers.tally.batches += 1
         return batch
@@ -264,14 +264,29 @@ class Iteration:
     def _make_dummy(self) -> Any:
         if self.joined_at is None:
             self.joined_at = time.monotonic()
-            if self._options.dummy == "empty":
-                self._template = emptied(self._template)
         self._channel.headers.tally.dummies += 1
-        self._channel.step.batch = StepBatch.EMPTY if self._options.dummy == "empty" else StepBatch.DUMMY
         with profiled("dummy"):
-            dummy = duplicate(self._template)
+            dummy = self._make_template(self._template)  # another copy, since the loop body may change it
+            if isinstance(dummy, JoinError):
+                raise dummy
             make = self._options.dummy
+            self._channel.step.batch = StepBatch.EMPTY if make == "empty" else StepBatch.DUMMY
             return make(dummy) if callable(make) else dummy
+
+    def _make_template(self, batch: Any) -> Any:
+        """Return a copy of ``batch`` of which dummies are made, emptied if these are empty, or the error if that fails.
+
+        The function that makes dummies may know how to copy a batch, so it receives the batch itself then.
+        """
+        try:
+            return map_tensors(_without_rows if self._options.dummy == "empty" else copied, batch)
+        except Exception as error:
+            if callable(self._options.dummy):
+                return batch
+            return JoinError(
+                f"Ranks without data need a dummy batch, but rank {self._rank} cannot make one of its own batch"
+                f" ({described(error)}). Pass join.iterate(..., dummy=function) with a function that makes one. [J067]"
+            )
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -329,11 +344,10 @@ class Iteration:
 
     def _share_template(self) -> None:
         """Send a batch from the lowest rank with data to ranks that never had one; an empty one for empty dummies."""
-        counts = self._counts
-        source = counts.first_with_data
-        own = self._own_template() if self._rank == source else None
+        source = self._counts.first_with_data
+        own = self._make_template(self.ahead.held[0][0]) if self._rank == source else None
         try:
-            template, problem = broadcast_tree(self._channel.collective, own, source, self._channel.roster.devices())
+            template = broadcast_tree(self._channel.collective, own, source, self._channel.roster.devices())
         except (RuntimeError, TypeError) as error:
             if is_broken(error):
                 raise  # because another rank is gone, whatever the batch is
@@ -342,21 +356,10 @@ class Iteration:
                 f" ({error}). Yield plain tensors in lists, tuples or dicts from the loader, and build other objects in"
                 " the loop body. [J066]"
             ) from error
-        if problem is not None:
-            self._guard.close_and_raise(problem)
-        if not counts.own_batches:
+        if isinstance(template, JoinError):
+            self._guard.close_and_raise(template)
+        if not self._counts.own_batches:
             self._template = template
-
-    def _own_template(self) -> tuple[Any, JoinError | None]:
-        """Return this rank's first batch, emptied if dummies are empty; or the error to raise if that fails."""
-        first, _, _ = self.ahead.held[0]
-        try:
-            return emptied(first) if self._options.dummy == "empty" else first, None
-        except Exception as error:
-            return None, JoinError(
-                f"Ranks without data need a dummy batch, but rank {self._rank} cannot make one of its first batch"
-                f" ({described(error)}). Pass join.iterate(..., dummy=function) with a function that makes one. [J067]"
-            )
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -408,12 +411,12 @@ class Iteration:
     def fail(self, error: BaseException) -> None:
         """End the loop on this rank only, which leaves the block with ``error``."""
         self._lockstep.return_to_body()
-        if isinstance(error, Exception) and self._channel.step.batch is StepBatch.EMPTY:
-            add_note(
-                error,
-                "This rank was out of data and got an empty dummy batch. If the loop body cannot process it, pass"
-                " dummies with samples: join.iterate(loader, dummy='last')",
-            )
+        if self._channel.step.batch in (StepBatch.EMPTY, StepBatch.DUMMY) and not isinstance(error, PeerError):
+            note = f"This rank was out of data and got a dummy batch (dummy={self._options.dummy!r})."
+            if self._options.dummy == "empty":
+                note += " A mean over no samples is NaN. If the body cannot process an empty batch, pass dummy='last'."
+            note += " Check a loss only if join.shadowing is False"
+            add_note(error, note)
         self._release()
 
     def _release(self) -> None:
@@ -748,22 +751,16 @@ def emptied(batch: Any) -> Any:
 
     Other objects in the batch stay as they are. The copy holds no memory of the tensors.
     """
-    # A mere slice would keep the storage of the tensor, and its autograd graph if the loop body has used it.
     return map_tensors(_without_rows, batch)
 
 
 def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dim() == 0:
-        return tensor
-    return tensor.detach()[:0].clone().requires_grad_(tensor.requires_grad)
+    return copied(tensor[:0] if tensor.dim() else tensor)
 
 
-def duplicate(batch: Any) -> Any:
-    """Return the batch in new containers, with the same tensors, because a loop body may change its containers."""
-    try:
-        return map_tensors(lambda tensor: tensor, batch)
-    except Exception:  # because a container cannot be built again, and the original still serves
-        return batch
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a batch's tensor, because a loop body may change it; without its autograd graph and storage."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 # -- the result of Join.iterate ----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ Sharded parameters change on dummies too, because the other ranks change their s
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -102,8 +103,9 @@ class DummyForward:
                 self._calls = []
         self._number += 1
         if is_last:
-            # The tensors are kept without the graphs that produced them.
-            self._calls.append(map_tensors(torch.Tensor.detach, arguments))
+            with suppress(TypeError):  # which is raised again if a dummy needs these arguments
+                arguments = map_tensors(torch.Tensor.detach, arguments)  # without the graphs that produced them
+            self._calls.append(arguments)
         return channel.step.batch is StepBatch.EMPTY and not self._norms and has_empty_tensor(arguments)
 
     def instead_of(self, arguments: Arguments) -> Arguments:

@@ -46,6 +46,7 @@ from join.collectives import SingleCollective
 from join.collectives._torch_private import pytree
 from join.loop import Batches
 from join.transfer import gather_trees
+from joinables.integrations import warn_if_alone
 from joinables.modules import replaced
 
 __all__ = ["AcceleratedJoin", "check_accelerator", "gather_rows", "join_uneven_inputs"]
@@ -96,6 +97,7 @@ def join_uneven_inputs(
     """
     check_accelerator(accelerator)
     objects = list(joinables)
+    warn_if_alone("join_uneven_inputs", accelerator.num_processes, "Without GPUs, pass cpu=True to the Accelerator.")
     if accelerator.distributed_type.value == "NO":
         return AcceleratedJoin(accelerator, [], even_batches, enable=False, process_group=SingleCollective())
     if accelerator.scaler is not None and all(listed is not accelerator.scaler for listed in objects):

@@ -51,6 +51,7 @@ from join import Join, JoinReport
 from join.batch import samples_in, tensors_in
 from join.collectives import collective_of
 from join.loop import emptied, length_of
+from joinables.integrations import warn_if_alone
 from joinables.integrations.accelerate import check_accelerator, counting_no_dummies, scaling_losses
 from joinables.modules import replaced
 
@@ -183,6 +184,7 @@ class JoinTrainerMixin(_Base):
 
     def _run_epoch(self, model: Any, *arguments: Any, **named: Any) -> None:
         if not self._is_distributed:
+            warn_if_alone("JoinTrainer", self.args.world_size, "Without GPUs, pass use_cpu=True to TrainingArguments.")
             self._plain._run_epoch(model, *arguments, **named)
             return
         self._check_arguments()

@@ -19,13 +19,15 @@ from tests.ending import Ending
 from tests.models import FEATURES, TARGETS, assert_same, batch, flat_state
 from tests.pool import Pool
 from tests.scripts import run_forked
+from tests.versions import OWN_BUFFERS
 
 ROOT = Path(join.__file__).parent.parent
 COUNTS = 0, 3, 1
 
 
 def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    text = (ROOT / "docs" / page).read_text().replace("broadcast_buffers", next(iter(OWN_BUFFERS)))
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 class Net(nn.Module):
@@ -63,7 +65,8 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
     [
         ("block.md", 0, False, False),
         ("block.md", 1, False, True),
-        ("block.md", 2, True, True),
+        ("block.md", 2, False, False),
+        ("block.md", 3, True, True),
         ("weights.md", 0, False, True),
         ("weights.md", 1, False, True),
         ("weights.md", 2, False, True),
@@ -126,8 +129,37 @@ def test_losses_that_are_divided_by_the_samples_of_all_ranks(pool: Pool) -> None
         torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
 
 
+def averaged(rank: int, code: str) -> list[torch.Tensor]:
+    names: dict[str, Any] = {"torch": torch, "dist": dist, "Join": join.Join, "loss_fn": nn.functional.mse_loss}
+    names |= {
+        "loader": [batch(rank, 0, step) for step in range(COUNTS[rank])],
+        "DistributedDataParallel": DistributedDataParallel,
+    }
+    names["net"] = net = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, TARGETS))
+    exec(code, names)
+    return [buffer for buffer in net.buffers() if buffer.is_floating_point()]
+
+
+@pytest.mark.parametrize("over_iterate", [False, True])
+def test_statistics_of_batch_norm_are_averaged_by_numbers_of_batches(pool: Pool, over_iterate: bool) -> None:
+    norms = [nn.BatchNorm1d(FEATURES) for _ in COUNTS]
+    for rank, norm in enumerate(norms):
+        for step in range(COUNTS[rank]):
+            norm(batch(rank, 0, step)[0])
+    kept = [[each.double() for each in norm.buffers()][:2] for norm in norms]
+    expected = [
+        sum(part * count for part, count in zip(parts, COUNTS, strict=True)) for parts in zip(*kept, strict=True)
+    ]
+    code = blocks("block.md")[2]
+    if over_iterate:
+        code = code.replace("size=False):", "size=False) as join:").replace("in loader:", "in join.iterate(loader):")
+        code = code.replace("batches += 1", "batches += not join.shadowing")
+    for found in pool.run(averaged, code, ranks=len(COUNTS)):
+        torch.testing.assert_close([each.double() * sum(COUNTS) for each in found], expected, atol=1e-5, rtol=0)
+
+
 def test_each_loop_is_run() -> None:
-    counts = {"block.md": 3, "weights.md": 4, "metrics.md": 1, "iterate.md": 4, "sharded.md": 3, "authors.md": 2}
+    counts = {"block.md": 4, "weights.md": 4, "metrics.md": 1, "iterate.md": 4, "sharded.md": 3, "authors.md": 2}
     counts |= {"joinable.md": 2, "trainer.md": 1}
     assert {page: len(blocks(page)) for page in counts} == counts
 

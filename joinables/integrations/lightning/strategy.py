@@ -27,6 +27,7 @@ from typing_extensions import override
 from join import Join
 from join.errors import add_note
 from join.joinable import NothingListed
+from joinables.integrations import warn_if_alone
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.loaders import Fetcher, InjectedRank, Loader, share_length, trim
 from joinables.integrations.lightning.logged import LoggedValues, metrics_of
@@ -88,6 +89,7 @@ class JoinStrategy(DDPStrategy):
                     " JoinStrategy wraps the whole LightningModule. Do not wrap its parts. [J129]"
                 )
         super().setup(trainer)
+        warn_if_alone("JoinStrategy", self.world_size, "Pass devices=... and num_nodes=... to the Trainer.")
         for module in LOOPS:
             self._replaced.enter_context(replaced(module, "_select_data_fetcher", select_fetcher))
         if self._first not in trainer.callbacks:

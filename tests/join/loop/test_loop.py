@@ -219,6 +219,51 @@ def test_a_body_that_takes_its_batch_apart(dummy: Any) -> None:
     assert run_threads(3, run) == expected
 
 
+class Two(tuple[Any, ...]):
+    """A tuple that cannot be built again from its items."""
+
+    def __new__(cls, left: Any, right: Any) -> Two:
+        return super().__new__(cls, (left, right))
+
+
+@pytest.mark.parametrize("dummy", ["empty", "last", lambda two: Two(two[0] * 0, "dummy")])
+def test_batches_that_cannot_be_built_again(dummy: Any) -> None:
+    """All of them are trained on, and only a dummy needs another one."""
+
+    def run(collective: ThreadCollective, counts: list[int]) -> str:
+        loader, seen = [Two(torch.ones(2), "own")] * counts[collective.rank], list[str]()
+        try:
+            with Join([Leading(collective)]) as join:
+                for _, text in join.iterate(loader, dummy=dummy):
+                    seen.append(text)
+        except JoinError as error:
+            return f"{type(error).__name__}: {error}"
+        return " ".join(seen)
+
+    assert run_threads(2, lambda collective: run(collective, [2, 2])) == ["own own"] * 2
+    one, two = run_threads(2, lambda collective: run(collective, [1, 2]))
+    if callable(dummy):
+        assert (one, two) == ("own dummy", "own own")
+    else:
+        assert re.search(
+            r"rank 0 cannot make one of its own batch \(TypeError: A Two .*J555.*dummy=function.*J067", one
+        )
+        assert blames(two, 0, one)
+
+
+def test_a_loader_keeps_its_other_methods_for_itself() -> None:
+    class Loader(list[Any]):
+        state_dict = load_state_dict = set_epoch = lambda self, *_: {}
+
+    def run(collective: ThreadCollective) -> None:
+        with Join([Leading(collective)]) as join:
+            batches = join.iterate(Loader([1, 2]))
+            assert not {"state_dict", "load_state_dict", "set_epoch"} & set(dir(batches))
+            assert list(batches) == [1, 2]
+
+    run_threads(2, run)
+
+
 def test_a_first_batch_that_cannot_be_sent() -> None:
     def run(collective: ThreadCollective) -> None:
         sequence = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
@@ -504,7 +549,7 @@ def test_a_body_that_raises_on_an_empty_batch(error: Any, is_empty: bool) -> Non
         return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
     for text in run_threads(2, run):
-        assert ("was out of data and got an empty dummy batch" in text) is (is_empty and sys.version_info >= (3, 11))
+        assert ("was out of data and got a dummy batch" in text) is (is_empty and sys.version_info >= (3, 11))
 
 
 def test_a_loop_that_is_left_inside_a_window_ends_the_block() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import multiprocessing
+import os
 import re
+import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -569,6 +571,37 @@ def test_a_data_loader_that_raises(ending: Ending) -> None:
         assert text.startswith(f"PeerError: rank 1 failed: {one}")
 
 
+class Diverged(ArithmeticError):
+    """By which a body ends its loop."""
+
+
+LEAVES: dict[str, Any] = {"raise": Diverged, "exit": partial(SystemExit, 1), "interrupt": KeyboardInterrupt}
+
+
+def leaving_on_a_dummy(rank: int, how: str, dummy: Any) -> None:
+    ddp = DistributedDataParallel(MLP())
+    with Join([ddp]) as join:
+        for x in join.iterate([torch.ones(2, FEATURES)] * (3, 2, 0)[rank], dummy=dummy):
+            if rank == 2 and how == "vanish":
+                os._exit(1)
+            if rank == 2:
+                raise LEAVES[how]
+            ddp(x).mean().backward()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
+@pytest.mark.parametrize(
+    ("how", "dummy"), [("raise", "last"), ("exit", "empty"), ("interrupt", "last"), ("vanish", "empty")]
+)
+def test_whoever_leaves_on_a_dummy_tells_the_others(ending: Ending, how: str, dummy: str) -> None:
+    """Scripts that exit if a loss is NaN silence all ranks but the first, so all must say it."""
+    for end in ending.ends(leaving_on_a_dummy, how, dummy)[:2]:
+        assert end.error.startswith("PeerError: rank 2 "), end.text
+        assert "only 2 of 3 ranks had data" in end.error
+        assert (f"got a dummy batch (dummy={dummy!r})" in end.error) is (how != "vanish")
+        assert ("pass dummy='last'" in end.error) is (how != "vanish" and dummy == "empty")
+
+
 @dataclass
 class Named:
     """A batch of one's own."""
@@ -607,6 +640,66 @@ def test_batches_of_a_class_of_ones_own(pool: Pool, dummy: Any) -> None:
     assert [names for _, names in results] == [["0 0", "0 1"], ["1 0", "1 0"], ["0 0", "0 0"]]
     for state, _ in results:
         assert_same(state, flat_state(net.state_dict()), TOLERANCE)
+
+
+class Held(MutableMapping[str, torch.Tensor]):
+    """Keeps its items in an attribute, which a copy shares."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.held = dict(zip("xy", streams(rank, step)[0], strict=True))
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.held[key]
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        self.held[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+COUNTS_OF_KEPT = 2, 3, 0
+
+
+def on_kept_batches(rank: int, dummy: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+    torch.manual_seed(0)
+    ddp, lengths = DistributedDataParallel(MLP()), list[int]()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    data = [Held(rank, step) for step in range(COUNTS_OF_KEPT[rank])]
+    for _ in range(2):
+        with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+            for each in join.iterate(data, dummy=dummy):
+                optimizer.zero_grad()
+                loss(ddp(each["x"].mul_(0.5)), each["y"]).backward()  # its own work, once for each batch and epoch
+                optimizer.step()
+                if join.shadowing:
+                    lengths.append(len(each.pop("y")))
+    return flat_state(ddp.module.state_dict(), [dict(each) for each in data]), lengths
+
+
+@pytest.mark.parametrize("dummy", ["empty", "last"])
+def test_dummies_leave_the_batches_alone_that_a_data_set_keeps(pool: Pool, dummy: Any) -> None:
+    torch.manual_seed(0)
+    net, data = MLP(), [[Held(rank, step) for step in range(count)] for rank, count in enumerate(COUNTS_OF_KEPT)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in [0, 1, 2] * 2:
+        now = [own[step] for own in data if step < len(own)]
+        optimizer.zero_grad()
+        for each in now:
+            (loss(net(each["x"].mul_(0.5)), each["y"]) / len(now)).backward()
+        optimizer.step()
+    results = pool.run(on_kept_batches, dummy, ranks=RANKS)
+    assert [lengths for _, lengths in results] == [
+        [len(streams(0, 0)[0][0]) * (dummy == "last")] * n for n in (2, 0, 6)
+    ]
+    for (state, _), own in zip(results, data, strict=True):
+        assert_same(state, flat_state(net.state_dict(), [dict(each) for each in own]), TOLERANCE)
 
 
 def alive(rank: int, lookahead: int) -> list[int]:

@@ -46,7 +46,7 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
 
     net: Any = Net()
     names: dict[str, Any] = {"net": net, "torch": torch, "dist": dist, "Join": join.Join, "epochs": 2}
-    names["schedule"] = lambda step: 0.1 / (1 + step)
+    names |= {"schedule": lambda step: 0.1 / (1 + step), "device": "cpu"}
     names |= {"loss_fn": nn.functional.mse_loss, "loader": [batch(rank, 0, step) for step in range(COUNTS[rank])]}
     names |= {"DistributedDataParallel": DistributedDataParallel, "validation": [batch(rank, 1, 0)] * (1 + rank)}
     if wrapped:

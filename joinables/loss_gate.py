@@ -40,7 +40,7 @@ class LossGate(torch.nn.Module):
     def __init__(self, trained: torch.nn.Module) -> None:
         super().__init__()
         self.trained = trained
-        self._trained_ids = {id(parameter) for parameter in trained.parameters() if parameter.requires_grad}
+        self._trained_ids = {id(parameter) for parameter in trained.parameters()}
 
     @override
     def forward(self, loss: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ A docstring says what the private API replaces: a public API that torch lacks, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -62,11 +63,23 @@ def remove_hooks(handles: dict[int, Any]) -> None:
     handles.clear()
 
 
+@contextmanager
+def thawed(parameters: Iterable[torch.Tensor]) -> Generator[None]:
+    """Let frozen parameters require grad for the duration of a context."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
 def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the nodes of the graph that accumulate the gradients of parameters, without frozen parameters."""
-    return [
-        torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad
-    ]
+    """Return the nodes of the graph that accumulate the gradients of parameters, which may be frozen for now."""
+    with thawed(parameters):
+        return [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
 
 
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node

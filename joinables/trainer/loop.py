@@ -113,7 +113,8 @@ class Fit(Run):
     def _wrap(self) -> None:
         """Wrap the module for training; a new wrapper is made if a hook has frozen or unfrozen parameters."""
         several = not self.module.automatic_optimization
-        self.trainer.strategy.wrap(self.module, self.device, several_backwards=several)
+        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self.trainer.strategy.wrap(self.module, self.device, several_backwards=several, held=held)
 
     def _set_modes(self) -> None:
         """Put the module into training mode, except for parts that are in eval mode while the module is not."""

@@ -15,7 +15,7 @@ and a step with several backwards passes the gate once for each of them::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +26,8 @@ from typing_extensions import override
 
 from join import Join, JoinReport
 from join.collectives import Collective, SingleCollective, collective_of
+from joinables._torch import reducer
+from joinables._torch.autograd import thawed
 from joinables.loss_gate import LossGate
 from joinables.modules import replaced
 from joinables.trainer.launch import Launcher, StartMethod
@@ -47,7 +49,7 @@ class Strategy:
 
     def __init__(self) -> None:
         self._single = SingleCollective()
-        self._parameters: list[torch.nn.Parameter] = []
+        self._module = torch.nn.Module()  # the module that is trained
         self._unit = self._window = 0.0  # the window's first weight, and the sum of its weights divided by the first
 
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -61,19 +63,21 @@ class Strategy:
         """Ranks of the run."""
         return collective_of(None) if self.is_distributed else self._single
 
-    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
-        """Wrap ``module`` for training; if this strategy has wrapped it already, do nothing.
+    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
+        """Wrap ``module`` for training; if this strategy has wrapped it already, for the same parameters, do nothing.
 
         Args:
             module: The module, on ``device``.
             device: The device on which the module trains.
             several_backwards: Whether a step may run several backwards, each through a part of the parameters.
+            held: The parameters of the optimizers. If a backward may reach a part of the parameters only, these may be
+                frozen and unfrozen at any time.
 
         Raises:
             TypeError: If the module contains a data-parallel wrapper.
         """
         check_not_wrapped(module)
-        self._parameters, self._window = list(module.parameters()), 0.0
+        self._module, self._window = module, 0.0
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Return the optimizers for the run: ``optimizers`` themselves, or sharded ones that replace them."""
@@ -112,14 +116,23 @@ class Strategy:
         self._window += weight / self._unit
         (loss * (weight / self._unit)).backward(**options)
         if sync:
-            for parameter in self._parameters:
+            for parameter in self._module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.div_(self._window)
             self._window = 0.0
 
     def teardown(self) -> None:
         """Drop the wrapper and its buckets, if there are any."""
-        self._parameters = []
+        self._module = torch.nn.Module()
+
+    def state_dict(self) -> dict[str, bool]:
+        """Return whether each parameter requires grad, for ranks that were out of data when a step changed that."""
+        return {name: parameter.requires_grad for name, parameter in self._module.named_parameters()}
+
+    def load_state_dict(self, state: Mapping[str, bool]) -> None:
+        """Freeze and unfreeze parameters as on another rank."""
+        for name, parameter in self._module.named_parameters():
+            parameter.requires_grad_(state[name])
 
 
 class DDPStrategy(Strategy):
@@ -161,6 +174,7 @@ class DDPStrategy(Strategy):
         self.ddp: DistributedDataParallel | None = None
         """The wrapper; ``None`` while the module is not wrapped."""
         self._wrapped: tuple[Any, ...] = ()  # the module, process group and parameters that the wrapper was made for
+        self._frozen: dict[str, torch.nn.Parameter] = {}  # the parameters that the wrapper does not reduce
         self._join: Join | None = None
 
     @override
@@ -171,18 +185,24 @@ class DDPStrategy(Strategy):
         return Launcher(world_size, start_method=self.start_method, backend=backend).launch(fn, *args)
 
     @override
-    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
-        check_not_wrapped(module)
-        key = (id(module), id(torch.distributed.group.WORLD), *((id(p), p.requires_grad) for p in module.parameters()))
-        if key == self._wrapped:
+    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
+        super().wrap(module, device, several_backwards=several_backwards)
+        # A reducer reduces the parameters that require grad when it is made. It waits for all of them in each backward,
+        # unless it looks for unused ones. Frozen ones are unused, so it may know parameters that are frozen at times.
+        finds_unused = several_backwards if self._find_unused is None else self._find_unused
+        kept = {id(parameter): parameter for parameter in held if finds_unused}
+        self._frozen = {name: p for name, p in module.named_parameters() if not (p.requires_grad or id(p) in kept)}
+        key = (id(module), id(dist.group.WORLD), *map(id, module.parameters()), *self._frozen)
+        if self.collective.reduce_boolean_decision(key == self._wrapped):
             return
-        self.teardown()
-        self.ddp = DistributedDataParallel(
-            LossGate(module),
-            device_ids=None if device.type == "cpu" else [device],
-            find_unused_parameters=several_backwards if self._find_unused is None else self._find_unused,
-            **self._ddp_kwargs,
-        )
+        self.ddp = None  # its buckets are freed before others are made
+        with thawed(kept.values()):
+            self.ddp = DistributedDataParallel(
+                LossGate(module),
+                device_ids=None if device.type == "cpu" else [device],
+                find_unused_parameters=finds_unused,
+                **self._ddp_kwargs,
+            )
         state, hook, wrapper = self._hook
         if hook is not None:
             self.ddp.register_comm_hook(state, wrapper(hook) if wrapper is not None else hook)
@@ -200,8 +220,10 @@ class DDPStrategy(Strategy):
                 ZeroStep(stepped, transform_gradients) if isinstance(stepped, ZeroRedundancyOptimizer) else stepped
                 for stepped in listed
             ]
+        assert self.ddp is not None
+        known = set(map(id, reducer.parameters(self.ddp)))
         join = Join(
-            [self.ddp, *listed],
+            [self.ddp, *listed, self],
             enable=enable,
             throw_on_early_termination=throw,
             timeout=self._timeout,
@@ -209,20 +231,35 @@ class DDPStrategy(Strategy):
         )
         with replaced(self, "_join", join if enable else None), join:
             yield
+            self._refuse(
+                name for name, p in self._module.named_parameters() if p.grad is not None and id(p) not in known
+            )
+            reducer.check_finished(self.ddp)
         self.report = join.report
 
     @override
     def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         assert self.ddp is not None
+        self._refuse(name for name, parameter in self._frozen.items() if parameter.requires_grad)
         if self._join is not None:
             self._join.weight = weight
         with contextlib.nullcontext() if sync else self.ddp.no_sync():
             gated = self.ddp(loss)
             (gated if self._join is None else self._join.scale(gated)).backward(**options)
 
+    def _refuse(self, names: Iterable[str]) -> None:
+        """Raise a ``RuntimeError`` that names the first of these parameters, whose gradients are not reduced."""
+        for name in names:
+            raise RuntimeError(
+                f"The parameter {name!r} has gradients, but was frozen or missing when the epoch began, so they would"
+                " not be averaged over the ranks. Unfreeze or add it in on_train_epoch_start. To unfreeze it within an"
+                " epoch, pass it to an optimizer, and pass strategy='ddp_find_unused_parameters_true'. [J560]"
+            )
+
     @override
     def teardown(self) -> None:
-        self.ddp, self._wrapped = None, ()
+        super().teardown()
+        self.ddp, self._wrapped, self._frozen = None, (), {}
 
 
 def check_not_wrapped(module: torch.nn.Module) -> None:

@@ -28,7 +28,7 @@ class UnevenDistributedSampler(Sampler[int]):
     together, for a checkpoint. ``set_epoch(epoch, start)`` distributes the other samples, over the present ranks.
 
     Args:
-        dataset: The data set; only its length is used.
+        dataset: The data set; only its length is used, which may change between epochs.
         num_replicas: The number of ranks; by default the size of the default process group.
         rank: The number of this rank; by default its rank in the default process group.
         shuffle: Whether the order changes with the epoch.
@@ -56,9 +56,14 @@ class UnevenDistributedSampler(Sampler[int]):
                 f"rank={self.rank} is not a rank below num_replicas={self.num_replicas}, or {block_size=} is not"
                 " positive. Pass a rank from 0 to num_replicas - 1, and a block_size of at least 1. [J233]"
             )
-        self.total = len(dataset)
+        self._dataset = dataset
         self.shuffle, self.seed, self.block_size = shuffle, seed, block_size
         self.epoch = self.start = 0
+
+    @property
+    def total(self) -> int:
+        """Number of samples in the data set."""
+        return len(self._dataset)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the order of an epoch.

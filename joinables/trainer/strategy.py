@@ -192,7 +192,8 @@ class DDPStrategy(Strategy):
         finds_unused = several_backwards if self._find_unused is None else self._find_unused
         kept = {id(parameter): parameter for parameter in held if finds_unused}
         self._frozen = {name: p for name, p in module.named_parameters() if not (p.requires_grad or id(p) in kept)}
-        key = (id(module), id(dist.group.WORLD), *map(id, module.parameters()), *self._frozen)
+        each = ((id(parameter), parameter.dtype, parameter.device) for parameter in module.parameters())
+        key = (id(module), id(dist.group.WORLD), *each, *self._frozen)
         if self.collective.reduce_boolean_decision(key == self._wrapped):
             return
         self.ddp = None  # its buckets are freed before others are made

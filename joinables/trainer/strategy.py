@@ -173,7 +173,7 @@ class DDPStrategy(Strategy):
         self._timeout, self._ddp_kwargs = timeout, ddp_kwargs
         self.ddp: DistributedDataParallel | None = None
         """The wrapper; ``None`` while the module is not wrapped."""
-        self._wrapped: tuple[Any, ...] = ()  # the module, process group and parameters that the wrapper was made for
+        self._wrapped: tuple[Any, ...] = ()  # the process group and the parameters that the wrapper was made for
         self._frozen: dict[str, torch.nn.Parameter] = {}  # the parameters that the wrapper does not reduce
         self._join: Join | None = None
 
@@ -192,8 +192,7 @@ class DDPStrategy(Strategy):
         finds_unused = several_backwards if self._find_unused is None else self._find_unused
         kept = {id(parameter): parameter for parameter in held if finds_unused}
         self._frozen = {name: p for name, p in module.named_parameters() if not (p.requires_grad or id(p) in kept)}
-        each = ((id(parameter), parameter.dtype, parameter.device) for parameter in module.parameters())
-        key = (id(module), id(dist.group.WORLD), *each, *self._frozen)
+        key = (id(dist.group.WORLD), *self._frozen, *((id(p), p.dtype, p.device) for p in module.parameters()))
         if self.collective.reduce_boolean_decision(key == self._wrapped):
             return
         self.ddp = None  # its buckets are freed before others are made

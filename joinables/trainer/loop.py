@@ -117,7 +117,7 @@ class Fit(Run):
         return all(limit is None or count < limit for count, limit in limits)
 
     def _wrap(self) -> None:
-        """Wrap the module for training; a new wrapper is made if a hook has frozen or unfrozen parameters."""
+        """Wrap the module for training; a new wrapper is made if other parameters have to be reduced."""
         several = not self.module.automatic_optimization
         held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         self.trainer.strategy.wrap(self.module, self.device, several_backwards=several, held=held)

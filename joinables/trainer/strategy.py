@@ -142,7 +142,7 @@ class DDPStrategy(Strategy):
         start_method: How processes are started, if no launcher has started them.
         find_unused_parameters: As in DDP. ``None`` is ``False``, but ``True`` under manual optimization, where a
             backward may reach only a part of the parameters. If all backwards reach all of them, torch reports that on
-            stderr; then pass ``False``.
+            stderr; then pass ``False``. With ``False``, parameters may be frozen and unfrozen between epochs only.
         shard_optimizers: Whether optimizers become ``ZeroRedundancyOptimizer``.
         ddp_comm_state: The first argument of ``ddp_comm_hook``.
         ddp_comm_hook: The communication hook of the gradients.
@@ -187,8 +187,8 @@ class DDPStrategy(Strategy):
     @override
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
         super().wrap(module, device, several_backwards=several_backwards)
-        # A reducer reduces the parameters that require grad when it is made. It waits for all of them in each backward,
-        # unless it looks for unused ones. Frozen ones are unused, so it may know parameters that are frozen at times.
+        # A reducer reduces the parameters that require grad when it is made. In each backward it waits for all of them,
+        # or it finds the unused ones. Only in the latter case may it have parameters that are frozen at times.
         finds_unused = several_backwards if self._find_unused is None else self._find_unused
         kept = {id(parameter): parameter for parameter in held if finds_unused}
         self._frozen = {name: p for name, p in module.named_parameters() if not (p.requires_grad or id(p) in kept)}

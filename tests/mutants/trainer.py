@@ -88,9 +88,9 @@ MUTANTS = [
     # -- the strategy --------------------------------------------------------------------------------------------------
     Mutant(
         "joinables/trainer/strategy.py",
-        "weight or 1.0",
-        "1.0",
-        LOOP + "test_half_precision_equals_accumulation_in_one_process",
+        "            self._window = 0.0\n",
+        "            pass\n",
+        LOOP + "test_equals_a_loop_by_hand",
     ),
     Mutant(
         "joinables/trainer/strategy.py",

@@ -15,7 +15,7 @@ and a step with several backwards passes the gate once for each of them::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -174,7 +174,6 @@ class DDPStrategy(Strategy):
         self.ddp: DistributedDataParallel | None = None
         """The wrapper; ``None`` while the module is not wrapped."""
         self._wrapped: tuple[Any, ...] = ()  # the process group and the parameters that the wrapper was made for
-        self._frozen: dict[str, torch.nn.Parameter] = {}  # the parameters that the wrapper does not reduce
         self._join: Join | None = None
 
     @override
@@ -191,8 +190,8 @@ class DDPStrategy(Strategy):
         # or it finds the unused ones. Only in the latter case may it have parameters that are frozen at times.
         finds_unused = several_backwards if self._find_unused is None else self._find_unused
         kept = {id(parameter): parameter for parameter in held if finds_unused}
-        self._frozen = {name: p for name, p in module.named_parameters() if not (p.requires_grad or id(p) in kept)}
-        key = (id(dist.group.WORLD), *self._frozen, *((id(p), p.dtype, p.device) for p in module.parameters()))
+        each = ((id(p), p.dtype, p.device, p.requires_grad or id(p) in kept) for p in module.parameters())
+        key = (id(dist.group.WORLD), *each)
         if self.collective.reduce_boolean_decision(key == self._wrapped):
             return
         self.ddp = None  # its buckets are freed before others are made
@@ -231,35 +230,24 @@ class DDPStrategy(Strategy):
         )
         with replaced(self, "_join", join if enable else None), join:
             yield
-            self._refuse(
-                name for name, p in self._module.named_parameters() if p.grad is not None and id(p) not in known
-            )
+            named = self._module.named_parameters()
+            LossGate.refuse(name for name, p in named if p.grad is not None and id(p) not in known)
             reducer.check_finished(self.ddp)
         self.report = join.report
 
     @override
     def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         assert self.ddp is not None
-        self._refuse(name for name, parameter in self._frozen.items() if parameter.requires_grad)
         if self._join is not None:
             self._join.weight = weight
         with contextlib.nullcontext() if sync else self.ddp.no_sync():
             gated = self.ddp(loss)
             (gated if self._join is None else self._join.scale(gated)).backward(**options)
 
-    def _refuse(self, names: Iterable[str]) -> None:
-        """Raise a ``RuntimeError`` that names the first of these parameters, whose gradients are not reduced."""
-        for name in names:
-            raise RuntimeError(
-                f"The parameter {name!r} has gradients, but was frozen or missing when the epoch began, so they would"
-                " not be averaged over the ranks. Unfreeze or add it in on_train_epoch_start. To unfreeze it within an"
-                " epoch, pass it to an optimizer, and pass strategy='ddp_find_unused_parameters_true'. [J560]"
-            )
-
     @override
     def teardown(self) -> None:
         super().teardown()
-        self.ddp, self._wrapped, self._frozen = None, (), {}
+        self.ddp, self._wrapped = None, ()
 
 
 def check_not_wrapped(module: torch.nn.Module) -> None:

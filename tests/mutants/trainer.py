@@ -133,7 +133,7 @@ MUTANTS = [
         "joinables/trainer/run.py",
         '            self._metrics.merge(resumed["metrics"])\n',
         "",
-        LOOP + "test_resume_in_the_middle_of_an_epoch",
+        LOOP + "test_a_fit_without_a_step_keeps_the_place_in_the_epoch",
     ),
     Mutant(
         "joinables/trainer/rng.py",
@@ -152,7 +152,7 @@ MUTANTS = [
         "joinables/trainer/checkpoint.py",
         "        stepped.scheduler.load_state_dict(saved)\n",
         "        pass\n",
-        LOOP + "test_resume_in_the_middle_of_an_epoch",
+        LIFETIMES + "test_a_scheduler_goes_on_in_the_next_fit",
     ),
     Mutant(
         "joinables/trainer/checkpoint.py",
@@ -176,7 +176,7 @@ MUTANTS = [
         "joinables/trainer/callbacks.py",
         "            self._best, self._waited = value, 0\n",
         "            self._best = value\n",
-        TRAINER + "test_early_stopping",
+        TRAINER + "test_an_improvement_begins_the_patience_anew",
     ),
     Mutant(
         "joinables/trainer/callbacks.py",

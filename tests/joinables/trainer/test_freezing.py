@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from join import PeerError
+from joinables.loss_gate import LossGate
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from tests.ending import Ending
 from tests.joinables.trainer.modules import Classifier, loader
@@ -162,3 +163,11 @@ def refuses(rank: int, *args: Any) -> str:
 def test_a_change_that_the_wrapper_cannot_follow(ending: Ending, kind: str, text: str, samples: int, step: int) -> None:
     for found in ending.run(refuses, kind, (1, step), samples, 2, {}, ranks=2):
         assert re.search(text, found)
+
+
+def test_a_gate_refuses_parameters_that_were_frozen() -> None:
+    gate = LossGate(module := nn.Linear(1, 1).requires_grad_(False))
+    gate(torch.zeros((), requires_grad=True))
+    module.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"The parameter 'bias' requires grad, but was frozen .*\[J560\]"):
+        gate(module.bias.sum())

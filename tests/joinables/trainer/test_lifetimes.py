@@ -123,6 +123,23 @@ def test_callbacks_that_are_added_between_fits(tmp_path: Any) -> None:
         run.fit(module, loader(12))
 
 
+class Decays(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+def decays(*epochs: int) -> dict[str, torch.Tensor]:
+    module, run = Decays(), trainer()
+    for run.max_epochs in epochs:
+        run.fit(module, loader(12))
+    return flat_state(module.state_dict())
+
+
+def test_a_scheduler_goes_on_in_the_next_fit() -> None:
+    assert_same(decays(1, 4), decays(4))
+
+
 class Sees(Classifier):
     def __init__(self) -> None:
         super().__init__()

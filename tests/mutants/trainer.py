@@ -194,7 +194,7 @@ MUTANTS = [
         "joinables/trainer/trainer.py",
         "                self.counters.load_state_dict(before)\n",
         "",
-        TRAINER + "test_files_of_a_fit_that_failed",
+        LIFETIMES + "test_a_fit_that_fails_counts_nothing",
     ),
     # -- launching -----------------------------------------------------------------------------------------------------
     Mutant(

@@ -123,6 +123,13 @@ def test_callbacks_that_are_added_between_fits(tmp_path: Any) -> None:
         run.fit(module, loader(12))
 
 
+def test_a_fit_that_fails_counts_nothing() -> None:
+    run = trainer(max_epochs=2, callbacks=AtEpoch(1, lambda trainer, module: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        run.fit(Classifier(), loader(12))
+    assert (run.global_step, run.current_epoch) == (0, 0)
+
+
 class Decays(Classifier):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.1)

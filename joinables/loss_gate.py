@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,9 @@ class LossGate(torch.nn.Module):
     DDP finds the parameters behind the loss. It needs ``find_unused_parameters=True`` if a loss may reach only some. A
     loss that reaches none, such as ``torch.tensor(0.0, requires_grad=True)``, gives gradients of 0.
 
+    DDP reduces the gradients of the parameters that require grad when it is built. Others raise an error when they
+    require grad later.
+
     Args:
         trained: The module. DDP sees its parameters and buffers, with ``trained.`` before their names.
     """
@@ -41,12 +45,25 @@ class LossGate(torch.nn.Module):
         super().__init__()
         self.trained = trained
         self._trained_ids = {id(parameter) for parameter in trained.parameters()}
+        self._frozen = {name: each for name, each in trained.named_parameters() if not each.requires_grad}
 
     @override
     def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.refuse(name for name, parameter in self._frozen.items() if parameter.requires_grad)
         if not loss.requires_grad or self._is_reached_from(loss):
             return loss
         return loss + sum(zero_of(parameter, loss) for parameter in self.trained.parameters())
+
+    @staticmethod
+    def refuse(names: Iterable[str]) -> None:
+        """Raise a ``RuntimeError`` that names the first of these parameters, whose gradients DDP does not reduce."""
+        for name in names:
+            raise RuntimeError(
+                f"The parameter {name!r} requires grad, but was frozen or missing when the module was wrapped, so its"
+                " gradient would not be averaged over the ranks. Unfreeze or add parameters before that; a Trainer"
+                " wraps the module after on_train_epoch_start. To unfreeze one within an epoch, pass it to an optimizer"
+                " from the start, and pass strategy='ddp_find_unused_parameters_true' to the Trainer. [J560]"
+            )
 
     def _is_reached_from(self, loss: torch.Tensor) -> bool:
         """Return whether a backward of the loss reaches a parameter, or may reach one; the nearest is often close."""

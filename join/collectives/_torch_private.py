@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
@@ -56,17 +56,26 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tenso
     return None
 
 
-def accumulators(parameters: Iterable[torch.Tensor]) -> list[Any]:
+@contextmanager
+def thawed(parameters: Sequence[torch.Tensor]) -> Generator[None]:
+    """Let frozen parameters require grad for the duration of a context."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
     """Return the nodes of the graph that accumulate the gradients of parameters, frozen or not.
 
     A parameter keeps its node while it is frozen and thawed. Replaces ``get_gradient_edge`` for frozen parameters.
     """
-    nodes: list[Any] = []
-    for parameter in parameters:
-        is_trained = parameter.requires_grad
-        nodes.append(torch.autograd.graph.get_gradient_edge(parameter.requires_grad_(True)).node)
-        parameter.requires_grad_(is_trained)
-    return nodes
+    with thawed(parameters):
+        return [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
 
 
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from join.collectives._torch_private import thawed
 from joinables._torch import autograd
 from joinables._torch.versions import forward_sync_buffers, require_of
 
@@ -186,13 +187,18 @@ def expect_backward(ddp: DistributedDataParallel, outputs: Sequence[torch.Tensor
     ddp.reducer.prepare_for_backward(list(outputs) if find_unused else [])
 
 
-def has_finished(ddp: DistributedDataParallel) -> bool:
-    """Return whether the reducer has reduced all expected gradients.
+def check_finished(ddp: DistributedDataParallel) -> None:
+    """Raise a ``RuntimeError`` unless the reducer has reduced all expected gradients.
 
-    Replaces a public query; DDP checks in its next forward.
+    Replaces the check that DDP makes in its next forward, which the last backward lacks.
     """
+    ddp.reducer._check_reducer_finalized()
+
+
+def has_finished(ddp: DistributedDataParallel) -> bool:
+    """Return whether :func:`check_finished` raises no error."""
     try:
-        ddp.reducer._check_reducer_finalized()
+        check_finished(ddp)
     except RuntimeError:
         return False
     return True
@@ -246,13 +252,8 @@ def shadow_backward(
 
 def _reaching(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
     """Return outputs that reach all parameters, frozen or not, for ``find_unused_parameters``; none runs backward."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    outputs = [parameter.view_as(parameter) for parameter in parameters]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    return outputs
+    with thawed(parameters):
+        return [parameter.view_as(parameter) for parameter in parameters]
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:

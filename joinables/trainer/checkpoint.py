@@ -121,18 +121,22 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
 def _part_of(run: Run, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the part that this rank resumes from; ``None`` if a different number of ranks begins an epoch.
 
-    If a different number of ranks resumes in the middle of an epoch, the samples that were used are the first of the
-    epoch, and the others are distributed over the present ranks. A rank loads the random numbers of one previous rank,
-    and the metrics of all previous ranks whose number equals its own modulo the number of ranks.
+    If a different number of ranks resumes in the middle of an epoch, or the batch size is different, the samples that
+    were used are the first of the epoch, and the others are distributed over the present ranks. A rank loads the random
+    numbers of one previous rank, and the metrics of all previous ranks whose number equals its own modulo the number of
+    ranks.
     """
     rank, ranks, before = run.collective.rank, run.collective.world_size, len(parts)
-    if before == ranks:
+    first, sampler = parts[0], run.position.sampler
+    if sampler is not None:
+        sampler.start = first["start"] or 0
+    if before == ranks and (sampler is None or first["used"] in (None, sampler.used(first["batches"]))):
         return parts[rank]
     if not any(part["batches"] or part["start"] for part in parts):
         return None  # no batch of the epoch was used
-    batches, used = [part["batches"] for part in parts], parts[0]["used"]
-    distributed = [len(range(first, sum(batches), before)) for first in range(before)]
-    if run.position.sampler is None or used is None or batches != distributed:
+    batches, used = [part["batches"] for part in parts], first["used"]
+    distributed = [len(range(place, sum(batches), before)) for place in range(before)]
+    if sampler is None or used is None or batches != distributed:
         raise ValueError(
             f"{before} ranks wrote the checkpoint in the middle of an epoch, and {ranks} ranks cannot share the rest of"
             f" it. Resume with {before} ranks, or from a checkpoint of the end of an epoch. To resume with a"

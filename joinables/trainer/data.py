@@ -28,7 +28,7 @@ class UnevenDistributedSampler(Sampler[int]):
     together, for a checkpoint. ``set_epoch(epoch, start)`` distributes the other samples, over the present ranks.
 
     Args:
-        dataset: The data set; only its length is used.
+        dataset: The data set; only its length is used, which may change between epochs.
         num_replicas: The number of ranks; by default the size of the default process group.
         rank: The number of this rank; by default its rank in the default process group.
         shuffle: Whether the order changes with the epoch.
@@ -56,7 +56,7 @@ class UnevenDistributedSampler(Sampler[int]):
                 f"rank={self.rank} is not a rank below num_replicas={self.num_replicas}, or {block_size=} is not"
                 " positive. Pass a rank from 0 to num_replicas - 1, and a block_size of at least 1. [J233]"
             )
-        self.total = len(dataset)
+        self.dataset = dataset
         self.shuffle, self.seed, self.block_size = shuffle, seed, block_size
         self.epoch = self.start = 0
 
@@ -70,9 +70,9 @@ class UnevenDistributedSampler(Sampler[int]):
         Raises:
             ValueError: If ``start`` is negative, or larger than the data set.
         """
-        if not 0 <= start <= self.total:
+        if not 0 <= start <= (total := len(self.dataset)):
             raise ValueError(
-                f"{start=} is not a number of samples of this data set. Pass a number from 0 to {self.total}. [J235]"
+                f"{start=} is not a number of samples of this data set. Pass a number from 0 to {total}. [J235]"
             )
         self.epoch, self.start = epoch, start
 
@@ -82,20 +82,20 @@ class UnevenDistributedSampler(Sampler[int]):
         Args:
             steps: The number of batches since ``start`` on rank 0, which has most. Other ranks may have had fewer.
         """
-        return min(self.start + steps * self.num_replicas * self.block_size, self.total)
+        return min(self.start + steps * self.num_replicas * self.block_size, len(self.dataset))
 
     @override
     def __iter__(self) -> Iterator[int]:
-        order: Sequence[int] = range(self.total)
+        order: Sequence[int] = range(len(self.dataset))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = cast("list[int]", torch.randperm(self.total, generator=generator, device="cpu").tolist())
+            order = cast("list[int]", torch.randperm(len(self.dataset), generator=generator, device="cpu").tolist())
         block = self.block_size
-        for first in range(self.start + self.rank * block, self.total, self.num_replicas * block):
+        for first in range(self.start + self.rank * block, len(self.dataset), self.num_replicas * block):
             yield from order[first : first + block]
 
     def __len__(self) -> int:
-        rounds, rest = divmod(self.total - self.start, self.num_replicas * self.block_size)
+        rounds, rest = divmod(len(self.dataset) - self.start, self.num_replicas * self.block_size)
         return rounds * self.block_size + min(max(rest - self.rank * self.block_size, 0), self.block_size)
 
 

@@ -4,6 +4,7 @@ The order of collectives, on every rank::
 
     start      DDP's own, as the module is wrapped; a broadcast of the state to resume from, from rank 0
     an epoch   one object all-gather: the numbers and sizes of all ranks' batches
+               a vote: has every rank wrapped the same parameters before? If not, as at the start
                the block: see joinables.ddp; a rank that is out of data shadows the others
                    with uneven="stop" and unknown lengths, a vote before each batch: does every rank have another one?
                one object all-gather each: the metrics of the epoch, of its validation, of each hook at its end
@@ -15,7 +16,6 @@ remainder at its end. So the n-th synchronised backward of one rank meets the n-
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -42,9 +42,8 @@ class Fit(Run):
         self._hooks: list[Any] = []
         self.take_snapshot = CollectiveCall(self.collective, partial(checkpoint.take, self))
         self._all_have_another = CollectiveCall(self.collective, self._vote)
-        self._max_epochs, self._max_steps = (
-            math.inf if limit is None else limit for limit in (trainer.max_epochs, trainer.max_steps)
-        )
+        self._accumulated = 1
+        """The number of batches in one optimizer step of this epoch."""
 
     def start(self, train_loader: Any, val_loader: Any) -> None:
         """Wrap the module, build its optimizers, and resume from the snapshot of rank 0, if it has one."""
@@ -90,7 +89,7 @@ class Fit(Run):
         self.module.on_train_start()
         self.call("on_train_start")
         trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
-        while counters.epochs < self._max_epochs and counters.global_step < self._max_steps and not trainer.should_stop:
+        while self._is_within_limits and not trainer.should_stop:
             steps, is_resumed = counters.global_step, self.position.resume_from is not None
             self._epoch()
             if counters.global_step == steps and not is_resumed:
@@ -110,10 +109,18 @@ class Fit(Run):
         self._loader = self._val_loader = None
         self.module.zero_grad(set_to_none=True)
 
+    @property
+    def _is_within_limits(self) -> bool:
+        """Whether the fit has not reached its number of epochs or steps, which a hook may change."""
+        trainer, counters = self.trainer, self.trainer.counters
+        limits = (counters.epochs, trainer.max_epochs), (counters.global_step, trainer.max_steps)
+        return all(limit is None or count < limit for count, limit in limits)
+
     def _wrap(self) -> None:
-        """Wrap the module for training; a new wrapper is made if a hook has frozen or unfrozen parameters."""
+        """Wrap the module for training; a new wrapper is made if other parameters have to be reduced."""
         several = not self.module.automatic_optimization
-        self.trainer.strategy.wrap(self.module, self.device, several_backwards=several)
+        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self.trainer.strategy.wrap(self.module, self.device, several_backwards=several, held=held)
 
     def _set_modes(self) -> None:
         """Put the module into training mode, except for parts that are in eval mode while the module is not."""
@@ -127,9 +134,9 @@ class Fit(Run):
     def _epoch(self) -> None:
         trainer = self.trainer
         self.position.begin_epoch(trainer.counters.epochs, self._loader)
-        plan = Plan.agree(self.collective, self._loader)
         self.module.on_train_epoch_start()
         self.call("on_train_epoch_start")
+        plan = Plan.agree(self.collective, self._loader)
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
         finished = self.collective.reduce_boolean_decision(self._train(plan))
@@ -160,7 +167,8 @@ class Fit(Run):
         """Train on one epoch's batches and return whether this rank reached their end."""
         uneven = self.trainer.uneven
         vote = uneven == "stop" and plan.shortest is None and len(plan.lengths) > 1
-        is_weighted = self.trainer.accumulate_grad_batches > 1 or not plan.equal_batches
+        self._accumulated = self.trainer.accumulate_grad_batches
+        is_weighted = self._accumulated > 1 or not plan.equal_batches
         self.weight_unit = plan.batch_size if is_weighted else None
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
         listed = [
@@ -196,7 +204,7 @@ class Fit(Run):
             self.position.advance()
             module.on_train_batch_end(outputs, batch, index)
             self.call("on_train_batch_end", outputs, batch, index)
-            if self.trainer.counters.global_step >= self._max_steps:
+            if not self._is_within_limits:
                 return is_last
         return True
 
@@ -214,7 +222,7 @@ class Fit(Run):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def _automatic_step(self, batch: Any, index: int, is_last: bool) -> Any:
-        k = self.trainer.accumulate_grad_batches
+        k = self._accumulated
         (optimizer,) = self.optimizers
         if index % k == 0:
             optimizer.zero_grad()

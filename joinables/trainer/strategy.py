@@ -15,7 +15,7 @@ and a step with several backwards passes the gate once for each of them::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +26,8 @@ from typing_extensions import override
 
 from join import Join, JoinReport
 from join.collectives import Collective, SingleCollective, collective_of
+from join.collectives._torch_private import thawed
+from joinables._torch import reducer
 from joinables.loss_gate import LossGate
 from joinables.modules import replaced
 from joinables.trainer.launch import Launcher, StartMethod
@@ -47,7 +49,7 @@ class Strategy:
 
     def __init__(self) -> None:
         self._single = SingleCollective()
-        self._parameters: list[torch.nn.Parameter] = []
+        self._module = torch.nn.Module()  # the module that is trained
         self._unit = self._window = 0.0  # the window's first weight, and the sum of its weights divided by the first
 
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -61,19 +63,21 @@ class Strategy:
         """Ranks of the run."""
         return collective_of(None) if self.is_distributed else self._single
 
-    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
-        """Wrap ``module`` for training; if this strategy has wrapped it already, do nothing.
+    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
+        """Wrap ``module`` for training; if this strategy has wrapped it already, for the same parameters, do nothing.
 
         Args:
             module: The module, on ``device``.
             device: The device on which the module trains.
             several_backwards: Whether a step may run several backwards, each through a part of the parameters.
+            held: The parameters of the optimizers. If a backward may reach a part of the parameters only, these may be
+                frozen and unfrozen at any time.
 
         Raises:
             TypeError: If the module contains a data-parallel wrapper.
         """
         check_not_wrapped(module)
-        self._parameters, self._window = list(module.parameters()), 0.0
+        self._module, self._window = module, 0.0
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Return the optimizers for the run: ``optimizers`` themselves, or sharded ones that replace them."""
@@ -112,14 +116,23 @@ class Strategy:
         self._window += weight / self._unit
         (loss * (weight / self._unit)).backward(**options)
         if sync:
-            for parameter in self._parameters:
+            for parameter in self._module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.div_(self._window)
             self._window = 0.0
 
     def teardown(self) -> None:
         """Drop the wrapper and its buckets, if there are any."""
-        self._parameters = []
+        self._module = torch.nn.Module()
+
+    def state_dict(self) -> dict[str, bool]:
+        """Return whether each parameter requires grad, for ranks that were out of data when a step changed that."""
+        return {name: parameter.requires_grad for name, parameter in self._module.named_parameters()}
+
+    def load_state_dict(self, state: Mapping[str, bool]) -> None:
+        """Freeze and unfreeze parameters as on another rank."""
+        for name, parameter in self._module.named_parameters():
+            parameter.requires_grad_(state[name])
 
 
 class DDPStrategy(Strategy):
@@ -129,7 +142,7 @@ class DDPStrategy(Strategy):
         start_method: How processes are started, if no launcher has started them.
         find_unused_parameters: As in DDP. ``None`` is ``False``, but ``True`` under manual optimization, where a
             backward may reach only a part of the parameters. If all backwards reach all of them, torch reports that on
-            stderr; then pass ``False``.
+            stderr; then pass ``False``. With ``False``, parameters may be frozen and unfrozen between epochs only.
         shard_optimizers: Whether optimizers become ``ZeroRedundancyOptimizer``.
         ddp_comm_state: The first argument of ``ddp_comm_hook``.
         ddp_comm_hook: The communication hook of the gradients.
@@ -160,7 +173,7 @@ class DDPStrategy(Strategy):
         self._timeout, self._ddp_kwargs = timeout, ddp_kwargs
         self.ddp: DistributedDataParallel | None = None
         """The wrapper; ``None`` while the module is not wrapped."""
-        self._wrapped: tuple[Any, ...] = ()  # the module, process group and parameters that the wrapper was made for
+        self._wrapped: tuple[Any, ...] = ()  # the process group and the parameters that the wrapper was made for
         self._join: Join | None = None
 
     @override
@@ -171,18 +184,24 @@ class DDPStrategy(Strategy):
         return Launcher(world_size, start_method=self.start_method, backend=backend).launch(fn, *args)
 
     @override
-    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
-        check_not_wrapped(module)
-        key = (id(module), id(torch.distributed.group.WORLD), *((id(p), p.requires_grad) for p in module.parameters()))
-        if key == self._wrapped:
+    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
+        super().wrap(module, device, several_backwards=several_backwards)
+        # A reducer reduces the parameters that require grad when it is made. In each backward it waits for all of them,
+        # or it finds the unused ones. Only in the latter case may it have parameters that are frozen at times.
+        finds_unused = several_backwards if self._find_unused is None else self._find_unused
+        kept = {id(parameter): parameter for parameter in held if finds_unused}
+        each = ((id(p), p.dtype, p.device, p.requires_grad or id(p) in kept) for p in module.parameters())
+        key = (id(dist.group.WORLD), *each)
+        if self.collective.reduce_boolean_decision(key == self._wrapped):
             return
-        self.teardown()
-        self.ddp = DistributedDataParallel(
-            LossGate(module),
-            device_ids=None if device.type == "cpu" else [device],
-            find_unused_parameters=several_backwards if self._find_unused is None else self._find_unused,
-            **self._ddp_kwargs,
-        )
+        self.ddp = None  # its buckets are freed before others are made
+        with thawed(kept.values()):
+            self.ddp = DistributedDataParallel(
+                LossGate(module),
+                device_ids=None if device.type == "cpu" else [device],
+                find_unused_parameters=finds_unused,
+                **self._ddp_kwargs,
+            )
         state, hook, wrapper = self._hook
         if hook is not None:
             self.ddp.register_comm_hook(state, wrapper(hook) if wrapper is not None else hook)
@@ -200,8 +219,10 @@ class DDPStrategy(Strategy):
                 ZeroStep(stepped, transform_gradients) if isinstance(stepped, ZeroRedundancyOptimizer) else stepped
                 for stepped in listed
             ]
+        assert self.ddp is not None
+        known = set(map(id, reducer.parameters(self.ddp)))
         join = Join(
-            [self.ddp, *listed],
+            [self.ddp, *listed, self],
             enable=enable,
             throw_on_early_termination=throw,
             timeout=self._timeout,
@@ -209,6 +230,9 @@ class DDPStrategy(Strategy):
         )
         with replaced(self, "_join", join if enable else None), join:
             yield
+            named = self._module.named_parameters()
+            LossGate.refuse(name for name, p in named if p.grad is not None and id(p) not in known)
+            reducer.check_finished(self.ddp)
         self.report = join.report
 
     @override
@@ -222,6 +246,7 @@ class DDPStrategy(Strategy):
 
     @override
     def teardown(self) -> None:
+        super().teardown()
         self.ddp, self._wrapped = None, ()
 
 

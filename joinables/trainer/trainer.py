@@ -82,7 +82,7 @@ class Trainer(TrainerState):
         max_epochs: The number of epochs to stop after, over all fits. The default is one epoch, or no limit if
             ``max_steps`` is set.
         max_steps: The number of optimizer steps to stop after, over all fits; ``None`` for no limit.
-        accumulate_grad_batches: The number of batches in one optimizer step.
+        accumulate_grad_batches: The number of batches in one optimizer step. A change takes effect with the next epoch.
         gradient_clip_val: The largest norm of the gradient; ``None`` for no limit.
         uneven: The treatment of ranks with different numbers of batches: ``"join"`` trains on all batches, ``"stop"``
             ends the epoch with the first rank that is out of data, and ``"error"`` raises.
@@ -215,6 +215,7 @@ class Trainer(TrainerState):
         for name, loader in loaders.items():
             if isinstance(loader, Dataset):
                 raise TypeError(f"{name} is a data set. Wrap it: DataLoader(dataset, batch_size=...). [J186]")
+        self.callbacks = _in_order(self.callbacks)  # the user may have changed them
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
@@ -248,7 +249,7 @@ class Trainer(TrainerState):
         self.should_stop = False
         if self._last_module is None or self._last_module() is not module:
             self._last_module, self._last_state = weakref.ref(module), None
-            self.counters, self.metrics = Counters(), {}
+            self.counters, self.metrics, self.strategy.report = Counters(), {}, None
             for callback in self.callbacks:
                 if callback.state_key in self._first_states:
                     callback.load_state_dict(copy.deepcopy(self._first_states[callback.state_key]))

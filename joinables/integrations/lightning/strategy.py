@@ -39,6 +39,8 @@ FIXES = {
     "J093|J113|by returning None": "Return loss * 0 to ignore a batch, and call manual_backward on all ranks. Or pass"
     " JoinStrategy(weigh=function) with a function that returns 0 for such batches.",
     "J104": "Pass Trainer(sync_batchnorm=False).",
+    "J560": "Let all parameters require grad when fit begins, and freeze them in on_train_start. Pass"
+    " Trainer(strategy='join_find_unused_parameters_true').",
     "J473": "Pass Trainer(strategy='join_find_unused_parameters_true').",
 }
 """Fixes in terms of Lightning, by patterns of messages, of ``Join`` and of Lightning."""

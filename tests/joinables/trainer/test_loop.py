@@ -74,6 +74,27 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
             assert metrics == pytest.approx(single_metrics, abs=TOLERANCE)
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [(32, TOLERANCE), ("16-mixed", 1e-3)])
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_equals_a_loop_by_hand(interval: str, precision: Any, tolerance: float) -> None:
+    """Windows of two batches, a last one of one, clipping, and a scheduler."""
+    module, reference = Classifier(optimizer="sgd", scheduler=interval), Classifier(optimizer="sgd")
+    run = trainer(max_epochs=2, precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    run.fit(module, loader(50))
+    configured, batches = reference.configure_optimizers(), list(loader(50))
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    for index in range(10):
+        window = batches[index % 5 * 2 :][:2]
+        optimizer.zero_grad()
+        x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
+        nn.functional.cross_entropy(reference(x), y).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        optimizer.step()
+        if interval == "step" or index % 5 == 4:
+            scheduler.step()
+    assert_same(flat_state(module.state_dict()), flat_state(reference.state_dict()), tolerance)
+
+
 def evaluate(rank: int, size: int) -> tuple[dict[str, float], dict[str, float], torch.Tensor]:
     run = trainer()
     module = Classifier()
@@ -593,10 +614,10 @@ def test_freezing_in_the_middle_of_a_fit(pool: Pool, samples: int) -> None:
         assert_same(state, unfreezes(0, 1, samples), TOLERANCE)
 
 
-def keeps(rank: int, folder: str) -> tuple[str, str]:
+def keeps(rank: int, folder: str, counts: tuple[int, ...] = (1, 4), **strategy: Any) -> tuple[str, str]:
     keeper = ModelCheckpoint(folder, every_n_train_steps=2, save_last=True)
-    run = trainer(callbacks=keeper)
-    run.fit(Classifier(), torch.utils.data.DataLoader(Stream((1, 4)), batch_size=None))
+    run = trainer(callbacks=keeper, strategy=strategy)
+    run.fit(Classifier(), torch.utils.data.DataLoader(Stream(counts), batch_size=None))
     return keeper.best_model_path, keeper.last_model_path
 
 
@@ -764,6 +785,15 @@ def test_callbacks_of_a_rank_that_ran_out(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(keeps, str(tmp_path), ranks=2)
     assert first == second
     assert all(Path(path).is_file() for path in first)
+
+
+def keeps_sharded(rank: int, folder: str) -> None:
+    path, _ = keeps(rank, folder, (0, 3), shard_optimizers=True)
+    assert len(torch.load(path)["optimizers"][0]["state"]) == 4
+
+
+def test_shards_go_to_the_rank_that_writes(pool: Pool, tmp_path: Path) -> None:
+    pool.run(keeps_sharded, str(tmp_path), ranks=2)
 
 
 class SavesAlone(Callback):

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from joinables.trainer import rng
+from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.ranks import trainer
+from tests.pool import Pool
 
 np: Any = pytest.importorskip("numpy")
 
@@ -22,6 +25,23 @@ def test_going_on_from_a_captured_state() -> None:
     drawn = draw()
     rng.restore(state)
     assert draw() == drawn
+
+
+def test_numpy_begins_with_the_whole_seed() -> None:
+    drawn = [rng.seed_all(seed) or np.random.rand() for seed in (5, 7, 2**32 + 5)]
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def draws(rank: int) -> float:
+    run, drawn = trainer(seed=3), list[float]()
+    module = Classifier()
+    module.on_train_start = lambda: drawn.append(torch.rand(()).item())
+    run.fit(module, loader(5))
+    return drawn[0]
+
+
+def test_ranks_draw_different_numbers(pool: Pool) -> None:
+    assert len(set(pool.run(draws, ranks=2))) == 2
 
 
 class Device:

@@ -328,6 +328,14 @@ def test_early_stopping(tmp_path: Path) -> None:
         trainer.fit(Classifier(), loader(), loader(20))
 
 
+def test_an_improvement_begins_the_patience_anew() -> None:
+    stopping, run = EarlyStopping("x", patience=2), Trainer()
+    for value, is_over in ((3.0, False), (3.0, False), (2.0, False), (2.0, False), (2.0, True)):
+        run.metrics["x"] = value
+        stopping.on_train_epoch_end(run, Classifier())
+        assert run.should_stop is is_over
+
+
 def test_one_validation_loader_a_run() -> None:
     """Its workers may persist."""
     given = Remembered([])

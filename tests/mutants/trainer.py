@@ -1,0 +1,212 @@
+"""Mutants of ``joinables.trainer``."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+LOOP = "tests/joinables/trainer/test_loop.py::"
+TRAINER = "tests/joinables/trainer/test_trainer.py::"
+CHECKPOINT = "tests/joinables/trainer/test_checkpoint.py::"
+FREEZING = "tests/joinables/trainer/test_freezing.py::"
+LIFETIMES = "tests/joinables/trainer/test_lifetimes.py::"
+
+MUTANTS = [
+    # -- data ----------------------------------------------------------------------------------------------------------
+    Mutant(
+        "joinables/trainer/data.py",
+        "manual_seed(self.seed + self.epoch)",
+        "manual_seed(self.seed)",
+        "tests/joinables/trainer/test_data.py::test_shuffled_order_changes_with_the_epoch",
+    ),
+    Mutant(
+        "joinables/trainer/data.py",
+        "yield from order[first : first + block]",
+        "yield from order[first : first + block] if first + block <= len(self.dataset) else ()",
+        "tests/joinables/trainer/test_data.py::test_ranks_have_the_batches_of_one_process",
+    ),
+    Mutant(
+        "joinables/trainer/data.py",
+        "            equal = full == last",
+        "            equal = True",
+        LOOP + "test_a_last_batch_beside_a_full_one",
+    ),
+    Mutant(
+        "joinables/trainer/checkpoint.py",
+        'first["used"] in (None, sampler.used(first["batches"]))',
+        "True",
+        LIFETIMES + "test_a_fit_goes_on_with_another_batch_size",
+    ),
+    # -- steps ---------------------------------------------------------------------------------------------------------
+    Mutant(
+        "joinables/trainer/loop.py",
+        "sync = is_last or (index + 1) % k == 0",
+        "sync = (index + 1) % k == 0",
+        LOOP + "test_equals_a_loop_by_hand",
+    ),
+    Mutant(
+        "joinables/trainer/loop.py",
+        "            self.scaler.unscale_(optimizer)\n",
+        "",
+        LOOP + "test_equals_a_loop_by_hand",
+    ),
+    Mutant(
+        "joinables/trainer/loop.py",
+        "            self._prepare_gradients()\n            self.scaler.step",
+        "            self.scaler.step",
+        LOOP + "test_equals_a_loop_by_hand",
+    ),
+    Mutant(
+        "joinables/trainer/loop.py",
+        "transform_gradients=self._prepare_gradients",
+        "transform_gradients=int",
+        LOOP + "test_equals_one_process[sharded, clipping]",
+    ),
+    Mutant(
+        "joinables/trainer/loop.py",
+        "            if stepped.interval == interval:",
+        "            if True:",
+        LOOP + "test_equals_a_loop_by_hand",
+    ),
+    Mutant(
+        "joinables/trainer/loop.py",
+        "            self.trainer.counters,\n",
+        "",
+        LOOP + "test_equals_one_process[a rank without data]",
+    ),
+    Mutant(
+        "joinables/trainer/loop.py",
+        "trainer.should_stop, all=False)\n        while",
+        "trainer.should_stop)\n        while",
+        LOOP + "test_stopping_on_one_rank",
+    ),
+    Mutant(
+        "joinables/trainer/loop.py",
+        "range(max(map(len, parts)))",
+        "range(min(map(len, parts)))",
+        LOOP + "test_evaluation_with_a_rank_without_data",
+    ),
+    # -- the strategy --------------------------------------------------------------------------------------------------
+    Mutant(
+        "joinables/trainer/strategy.py",
+        "            self._window = 0.0\n",
+        "            pass\n",
+        LOOP + "test_equals_a_loop_by_hand",
+    ),
+    Mutant(
+        "joinables/trainer/strategy.py",
+        "p.requires_grad or id(p) in kept",
+        "p.requires_grad",
+        FREEZING + "test_a_part_stays_frozen_after_the_step",
+    ),
+    Mutant(
+        "joinables/trainer/strategy.py",
+        "[self.ddp, *listed, self]",
+        "[self.ddp, *listed]",
+        FREEZING + "test_a_change_within_an_epoch",
+    ),
+    Mutant(
+        "joinables/trainer/strategy.py",
+        "            reducer.check_finished(self.ddp)\n",
+        "",
+        FREEZING + "test_a_change_that_the_wrapper_cannot_follow",
+    ),
+    # -- counters, metrics and random numbers --------------------------------------------------------------------------
+    Mutant(
+        "joinables/trainer/run.py",
+        "self.samples if batch_size is None else batch_size",
+        "1 if batch_size is None else batch_size",
+        LOOP + "test_equals_one_process[uneven]",
+    ),
+    Mutant(
+        "joinables/trainer/metrics.py",
+        "        metric.weight += weight\n",
+        "        metric.weight = weight\n",
+        "tests/joinables/trainer/test_metrics.py::test_the_same_over_any_number_of_ranks",
+    ),
+    Mutant(
+        "joinables/trainer/run.py",
+        '            rng.restore(resumed["random_before_read"])\n',
+        "            pass\n",
+        LOOP + "test_resume_in_the_middle_of_an_epoch",
+    ),
+    Mutant(
+        "joinables/trainer/run.py",
+        '            self._metrics.merge(resumed["metrics"])\n',
+        "",
+        LOOP + "test_a_fit_without_a_step_keeps_the_place_in_the_epoch",
+    ),
+    Mutant(
+        "joinables/trainer/rng.py",
+        "seed % 2**32",
+        "seed % 2",
+        "tests/joinables/trainer/test_rng.py::test_numpy_begins_with_the_whole_seed",
+    ),
+    Mutant(
+        "joinables/trainer/loop.py",
+        "seed_all(trainer.seed + self.collective.rank)",
+        "seed_all(trainer.seed)",
+        "tests/joinables/trainer/test_rng.py::test_ranks_draw_different_numbers",
+    ),
+    # -- checkpoints and callbacks -------------------------------------------------------------------------------------
+    Mutant(
+        "joinables/trainer/checkpoint.py",
+        "        stepped.scheduler.load_state_dict(saved)\n",
+        "        pass\n",
+        LIFETIMES + "test_a_scheduler_goes_on_in_the_next_fit",
+    ),
+    Mutant(
+        "joinables/trainer/checkpoint.py",
+        "            consolidate(to=writer)",
+        "            consolidate(to=0)",
+        LOOP + "test_shards_go_to_the_rank_that_writes",
+    ),
+    Mutant(
+        "joinables/trainer/callbacks.py",
+        'score if self._mode == "min" else -score',
+        "score",
+        CHECKPOINT + "test_the_best_are_kept",
+    ),
+    Mutant(
+        "joinables/trainer/callbacks.py",
+        "value < self._best - self._min_delta",
+        "value < self._best + self._min_delta",
+        TRAINER + "test_early_stopping",
+    ),
+    Mutant(
+        "joinables/trainer/callbacks.py",
+        "            self._best, self._waited = value, 0\n",
+        "            self._best = value\n",
+        TRAINER + "test_an_improvement_begins_the_patience_anew",
+    ),
+    Mutant(
+        "joinables/trainer/callbacks.py",
+        "or math.isnan(self._latest)",
+        "or False",
+        TRAINER + "test_early_stopping_where_there_is_no_number",
+    ),
+    Mutant(
+        "joinables/trainer/trainer.py",
+        "    listed.sort(key=lambda callback: callback.is_last)\n",
+        "",
+        LIFETIMES + "test_callbacks_that_are_added_between_fits",
+    ),
+    Mutant(
+        "joinables/trainer/trainer.py",
+        "                self.counters.load_state_dict(before)\n",
+        "",
+        LIFETIMES + "test_a_fit_that_fails_counts_nothing",
+    ),
+    # -- launching -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "joinables/trainer/launch.py",
+        "_OTHERS if is_of_others else _OWN",
+        "_OWN",
+        "tests/joinables/trainer/test_launch.py::test_cause_before_its_consequences",
+    ),
+    Mutant(
+        "joinables/trainer/launch.py",
+        "    job.messages.put((rank, True))\n",
+        "",
+        "tests/joinables/trainer/test_launch.py::test_result_of_rank_0",
+    ),
+]

@@ -60,7 +60,7 @@ class LossGate(torch.nn.Module):
         for name in names:
             raise RuntimeError(
                 f"The parameter {name!r} requires grad, but was frozen or missing when the module was wrapped, so its"
-                " gradient would not be averaged over the ranks. Unfreeze or add parameters before that; a Trainer"
+                " gradient would not be averaged over the ranks. Unfreeze or add parameters before that. A Trainer"
                 " wraps the module after on_train_epoch_start. To unfreeze one within an epoch, pass it to an optimizer"
                 " from the start, and pass strategy='ddp_find_unused_parameters_true' to the Trainer. [J560]"
             )

@@ -195,7 +195,7 @@ class DDPStrategy(Strategy):
         if self.collective.reduce_boolean_decision(key == self._wrapped):
             return
         self.ddp = None  # its buckets are freed before others are made
-        with thawed(kept.values()):
+        with thawed(list(kept.values())):
             self.ddp = DistributedDataParallel(
                 LossGate(module),
                 device_ids=None if device.type == "cpu" else [device],

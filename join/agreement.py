@@ -86,7 +86,7 @@ def start_check(
 
 
 def _raise_not_same(collective: Collective, name: str, parts: Sequence[str]) -> NoReturn:
-    by_rank: list[list[str]] = collective.all_gather_object(list(parts))
+    by_rank: list[list[str]] = collective.all_gather_object(list(parts), plain=True)
     common = reduce(Counter[str].__and__, map(Counter, by_rank))
     own = [list((Counter(entered) - common).elements()) for entered in by_rank]
     ranks_of: dict[str, list[int]] = {}
@@ -141,7 +141,7 @@ def raise_difference(collective: Collective, values: Values) -> None:
     Raises:
         ProtocolError: On every rank, if values differ.
     """
-    text = differences(dict(enumerate(collective.all_gather_object(values))))
+    text = differences(dict(enumerate(collective.all_gather_object(values, plain=True))))
     if text:
         raise ProtocolError(
             f"Ranks that made the same steps hold different values: {text}. Step optimizers, schedulers and scalers"

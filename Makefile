@@ -87,6 +87,7 @@ check: .venv/.dev-installed
 bench: .venv/.demo-installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/doors.py
 	$(BIN)/python benchmarks/trainer.py
 
 pictures: .venv/.demo-installed

@@ -90,7 +90,7 @@ def start_check(
 
 def _raise_not_same(collective: Collective, name: str, parts: Sequence[str], values: Values) -> None:
     """Find what is behind digests that differ, and raise an error that names it. Values may differ by rounding."""
-    by_rank: list[list[str]] = collective.all_gather_object(list(parts))
+    by_rank: list[list[str]] = collective.all_gather_object(list(parts), plain=True)
     if all(theirs == by_rank[0] for theirs in by_rank):
         return raise_difference(collective, values)
     common = reduce(Counter[str].__and__, map(Counter, by_rank))
@@ -129,7 +129,7 @@ def raise_difference(collective: Collective, values: Values) -> None:
     Raises:
         ProtocolError: On every rank, if values differ.
     """
-    text = differences(dict(enumerate(collective.all_gather_object(values))))
+    text = differences(dict(enumerate(collective.all_gather_object(values, plain=True))))
     if text:
         raise ProtocolError(
             f"Ranks hold different values, although the block keeps them equal: {text}. Step optimizers, schedulers and"

@@ -74,8 +74,8 @@ from join.agreement import check_same
 from join.arguments import checked_weight
 from join.batch import Step, StepBatch, map_tensors
 from join.collectives._torch_private import profiled
-from join.collectives.base import Exact, exact
 from join.collectives.broken import is_broken
+from join.collectives.plain import Exact, as_exact, exact
 from join.errors import JoinError, PeerError, ProtocolError, add_note, described
 from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep
 from join.scaling import WINDOW_NUMBERS
@@ -498,6 +498,11 @@ class Shares:
         ]
         issued = one.issued if one.issued == other.issued else None
         return Answers(issued, [*both, *longer[len(shorter) :]])
+
+    def restored(self, result: list[Any], /) -> Answers:
+        """Return answers after a message."""
+        issued, shares = result
+        return Answers(issued, [Share(ranks, first, as_exact(weight)) for ranks, first, weight in shares])
 
 
 class StepCounts:

@@ -325,7 +325,7 @@ def copy_state(
     inboxes = [Inbox(skeleton, devices) for skeleton in (trees if collective.rank == source else skeletons)]
     reasons: list[str] = [part.send(inbox) for part, inbox in zip(parts, inboxes, strict=True)]
     if collective.reduce_boolean_decision(any(reasons), all=False):
-        _raise_not_copied([name for name, _ in exchanges], collective.all_gather_object(reasons))
+        _raise_not_copied([name for name, _ in exchanges], collective.all_gather_object(reasons, plain=True))
     received = {number: tensor for inbox in inboxes for number, tensor in inbox.tensors.items()}
     kept = {number for inbox in inboxes for number in inbox.kept}
     _move(collective, plan, tensors or received, source, kept)

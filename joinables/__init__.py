@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import join
 from join import *  # noqa: F403
 from join import Joinable, register_joinable
+from join.collectives.version import VERSION
 from join.registry import joinables_of, register_state_adapter
 from joinables._torch.objects import is_replicated
 from joinables.adapter import TorchJoinable
@@ -42,7 +43,7 @@ __all__ = [
 ]
 __all__ += join.__all__
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:

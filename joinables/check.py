@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import joinables
 from join import Join
 from join.collectives.shared_memory import obstacle_found
+from join.collectives.store import local_store
 from joinables._torch.versions import SUPPORTED
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -115,7 +116,7 @@ def look_at_training(limit: float = _LIMIT) -> Iterator[Finding]:
     if not dist.is_gloo_available():
         yield Finding("WRONG", "This torch has no gloo, which carries headers on CPU. Install a torch with gloo.")
         return
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = local_store()
     ranks: Any = spawn(_work, (store.port, limit), nprocs=len(BATCHES), join=False, daemon=True)
     try:
         ended = _join(ranks, limit)

@@ -188,7 +188,8 @@ class DummyForward:
         at_start, self._at_start, self.is_kept = self._at_start, {}, False
         if not at_start:
             return
-        ranks: list[tuple[dict[str, int], set[str]]] = collective.all_gather_object((at_start, self._changed))
+        ranks: list[tuple[dict[str, int], list[str]]]
+        ranks = collective.all_gather_object([at_start, sorted(self._changed)], plain=True)
         wanted = set(at_start) if self._compares else {name for _, changed in ranks for name in changed}
         wanted -= {name for name in wanted for theirs, _ in ranks if theirs.get(name) != at_start.get(name)}
         held = dict(self._module.named_parameters()) | dict(self._module.named_buffers())

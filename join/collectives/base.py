@@ -10,12 +10,10 @@ A backend implements the abstract methods and may override every method that is 
 
 from __future__ import annotations
 
-import math
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from fractions import Fraction
 from functools import reduce
 from itertools import count
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
@@ -24,14 +22,12 @@ import torch
 from typing_extensions import final, override
 
 from join.collectives.board import Board
+from join.collectives.plain import as_json, from_json
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max"]
 
 V = TypeVar("V")
 V_co = TypeVar("V_co", covariant=True)
-
-Exact: TypeAlias = int | Fraction | float
-"""A number whose sums are not rounded; a float is infinite or NaN."""
 
 HEADERS, ROLL_CALLS, BARRIERS, SUMS = range(4)
 """Numbers of the lines of a group: for headers, for roll calls and for barriers of loops in lockstep, and for sums."""
@@ -92,11 +88,15 @@ class Fold(Protocol[V]):
     """Function that combines the answers of all ranks. Its result does not depend on the order of the ranks."""
 
     def of(self, answer: int, rank: int, /) -> V:
-        """Return the result for one rank's answer. It can be pickled."""
+        """Return the result for one rank's answer."""
         ...
 
     def combined(self, one: V, other: V, /) -> V:
         """Return the result for two sets of ranks from the results for each set."""
+        ...
+
+    def restored(self, result: Any, /) -> V:
+        """Return a result after :func:`as_json` and :func:`from_json`."""
         ...
 
 
@@ -253,6 +253,14 @@ class Collective(ABC):
         """
         return self
 
+    def connect(self, limit: float | None = None) -> None:
+        """Connect the ranks beside the group for lines, if the backend can and has not done so. All ranks call this.
+
+        Args:
+            limit: Seconds after which the ranks do without such connections; by default ``Timeouts.connect``, which is
+                the longest time in any case.
+        """
+
     def line(self, number: int = HEADERS) -> Line:
         """Return the line of this number. Objects of several calls continue one sequence of sums.
 
@@ -306,15 +314,21 @@ class Collective(ABC):
         """Never run the group's destructor, which would wait for an operation that no other rank joins."""
 
     @final
-    def broadcast_object(self, value: Any, source: int) -> Any:
+    def broadcast_object(self, value: Any, source: int, *, plain: bool = False) -> Any:
         """Return ``value`` of rank ``source`` on every rank. It is pickled.
 
+        Args:
+            value: The value to send; on the other ranks, it is not used.
+            source: The rank whose value is sent.
+            plain: Whether the value is sent as JSON instead, which cannot run code where it is read. It then consists
+                of numbers, texts, lists and dicts. Tuples arrive as lists, and other objects as their ``repr``.
+
         Raises:
-            RuntimeError: On every rank, if ``source`` cannot pickle it.
+            RuntimeError: On every rank, if ``source`` cannot pickle it. With ``plain``, if it does not arrive as JSON.
             ValueError: If ``source`` is not a rank.
         """
         is_source = self.rank == source
-        data, ok = _pickled(value) if is_source else (bytearray(), True)
+        data, ok = _packed(value, plain) if is_source else (bytearray(), True)
         head = torch.tensor([len(data), ok], dtype=torch.int64, device="cpu")
         self.broadcast(head, source).wait()  # checks the source
         size, ok = int(head[0]), bool(head[1])
@@ -325,6 +339,8 @@ class Collective(ABC):
                 f"Rank {source} cannot pickle the object to broadcast ({data.decode()}). Send an object that pickle"
                 " supports. [J024]"
             )
+        if plain:
+            return _plain_from(data, source)
         return value if is_source else pickle.loads(data)
 
     @final
@@ -349,13 +365,18 @@ class Collective(ABC):
         return list(outputs)
 
     @final
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any, *, plain: bool = False) -> list[Any]:
         """Return ``value`` of every rank, in rank order. It is pickled.
 
+        Args:
+            value: The value of this rank.
+            plain: As for :meth:`broadcast_object`.
+
         Raises:
-            RuntimeError: On every rank, if one of them cannot pickle its value.
+            RuntimeError: On every rank, if one of them cannot pickle its value. With ``plain``, if a value does not
+                arrive as JSON.
         """
-        data, ok = _pickled(value)
+        data, ok = _packed(value, plain)
         heads = self.all_gather(torch.tensor([len(data), ok], dtype=torch.int64, device="cpu"))
         sizes = [int(head[0]) for head in heads]
         data.extend(bytes(max(sizes) - len(data)))
@@ -369,6 +390,8 @@ class Collective(ABC):
                 f"Some ranks cannot pickle the object to gather ({', '.join(failed)}). Send objects that pickle"
                 " supports. [J026]"
             )
+        if plain:
+            return [_plain_from(text, rank) for rank, text in enumerate(texts)]
         return [value if rank == self.rank else pickle.loads(text) for rank, text in enumerate(texts)]
 
     @final
@@ -533,13 +556,6 @@ def check_op(op: str) -> None:
         raise ValueError(f"op={op!r} is unknown. Pass one of {', '.join(map(repr, known))}. [J035]")
 
 
-def exact(number: float) -> Exact:
-    """Return ``number`` in a form whose sums do not depend on their order. Infinities and NaN stay floats."""
-    if number.is_integer():
-        return int(number)
-    return Fraction(number) if math.isfinite(number) else number
-
-
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a flat view of a contiguous tensor's bytes.
 
@@ -553,9 +569,21 @@ def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def _pickled(value: Any) -> tuple[bytearray, bool]:
-    """Return the pickled value and ``True``, or the reason why it cannot be pickled and ``False``."""
+def _packed(value: Any, plain: bool) -> tuple[bytearray, bool]:
+    """Return the value as bytes and ``True``, or the reason why it cannot be pickled and ``False``."""
     try:
-        return bytearray(pickle.dumps(value)), True
+        return bytearray(as_json(value) if plain else pickle.dumps(value)), True
     except Exception as unpicklable:
         return bytearray(f"{type(unpicklable).__name__}: {unpicklable}".encode()), False
+
+
+def _plain_from(data: bytearray, rank: int) -> Any:
+    """Return the value that a rank sent as JSON."""
+    try:
+        return from_json(data)
+    except Exception as error:
+        raise RuntimeError(
+            f"Rank {rank} sent {bytes(data[:40])!r}, which is not JSON ({error}). It may run another version of"
+            " joinables, or be a process of another job. Install the same version on all ranks, and start each job with"
+            " a MASTER_PORT of its own. [J571]"
+        ) from None

@@ -8,9 +8,11 @@ of its own does it (``join.failure.peers``).
 from __future__ import annotations
 
 import json
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch.distributed as dist
@@ -92,19 +94,26 @@ class Board(ABC):
     @final
     def notes(self) -> list[Note]:
         """Return the notes of all ranks, in rank order."""
-        return sorted(Note(*json.loads(text)) for text in self._messages("note"))
+        return sorted(Note(*values) for values in self._read("note", _NOTE))
 
     @final
     def tell(self, progress: Progress) -> None:
         """Post the progress of this rank."""
         progress = progress._replace(burst=_fit("burst", progress.burst), doing=_fit("doing", progress.doing))
-        self._put("progress", json.dumps((self.rank, progress), ensure_ascii=False))
+        self._put("progress", json.dumps((self.rank, *progress), ensure_ascii=False))
 
     @final
     def progress(self) -> dict[int, Progress]:
         """Return the last posted progress of each rank, by rank."""
-        messages = map(json.loads, self._messages("progress"))
-        return {rank: Progress(*progress) for rank, progress in messages}
+        return {rank: Progress(*values) for rank, *values in self._read("progress", _PROGRESS)}
+
+    def _read(self, kind: Kind, types: list[type]) -> Iterator[list[Any]]:
+        """Yield the values of each message of a kind. Other programs may write into a store, too."""
+        for text in self._messages(kind):
+            with suppress(ValueError, TypeError, RecursionError):
+                values: list[Any] = json.loads(text)
+                if [*map(type, values)] == types and values[0] in range(self.world_size):
+                    yield [_fit("text", value) if isinstance(value, str) else value for value in values]
 
     @abstractmethod
     def ring(self) -> None:
@@ -127,40 +136,66 @@ class Board(ABC):
         """Return the messages of a kind from all ranks that have left one."""
 
 
+_NOTE, _PROGRESS = [int, int, str, str], [int, *map(type, Progress())]
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with question marks for the characters that a terminal or UTF-8 may not show.
+
+    The text of an exception may have any character, including a lone surrogate.
+    """
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
 def _fit(part: str, text: str) -> str:
-    longest = _MOST_CHARACTERS[part]
-    # The text of an exception may have any character, including a lone surrogate, which UTF-8 cannot encode.
-    text = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+    longest, text = _MOST_CHARACTERS[part], printable(text)
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."
+
+
+@final
+class OwnStore:
+    """Connection of this process to a store, which is opened when it is first used.
+
+    On the connection of the process group, a caller that waits for a key blocks all others.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._shared, self._opened = store, None
+        self._lock = threading.Lock()  # for each store: one that does not answer blocks no others
+
+    def open(self, rank: int) -> Any:  # clone() and multi_get() are not in torch's type stubs
+        """Return the store, in which messages of this rank exist, so that one request can read those of all ranks."""
+        with self._lock:
+            if self._opened is None:
+                store = cast("Any", self._shared).clone()
+                for kind in get_args(Kind):
+                    store.set(_key_of(kind, rank), "")
+                self._opened = store
+            return self._opened
 
 
 class StoreBoard(Board):
     """Board in a store that all ranks can reach. The store may end with the process of the rank that hosts it.
 
-    The board opens its own connection to the store when it is first used. On a shared connection, a caller that waits
-    for a key blocks all others.
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        store: The store, or a connection to it that other boards of this rank use, too.
     """
 
     outlives = False
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
+    def __init__(self, rank: int, world_size: int, store: dist.Store | OwnStore) -> None:
         super().__init__(rank, world_size)
-        self._shared_store, self._own_store = store, None
+        self._own_store = store if isinstance(store, OwnStore) else OwnStore(store)
         self._watched = (rank - 1) % world_size  # the rank whose beats this rank reads; another rank reads its own
         self._next_beat = 0.0
         self._beats = 0  # written by this rank
         self._last_beat, self._unheard = list[str](), 0  # of the watched rank, and how many own beats it has stayed
 
     @property
-    def _store(self) -> Any:  # clone() and multi_get() are not in torch's type stubs
-        # No cached_property, which up to Python 3.11 has one lock for all boards: a store that does not answer would
-        # block the boards of other process groups.
-        if self._own_store is None:
-            store = cast("Any", self._shared_store).clone()
-            for kind in get_args(Kind):  # a message of each rank exists, so one request can read all of them
-                store.set(_key_of(kind, self.rank), "")
-            self._own_store = store
-        return self._own_store
+    def _store(self) -> Any:
+        return self._own_store.open(self.rank)
 
     @override
     def ring(self) -> None:
@@ -193,7 +228,7 @@ class StoreBoard(Board):
         keys = [_key_of(kind, rank) for rank in (range(self.world_size) if ranks is None else ranks)]
         if not self._store.check(keys):  # some rank has not entered a block yet
             keys = [key for key in keys if self._store.check([key])]
-        texts = [value.decode() for value in self._store.multi_get(keys)] if keys else []
+        texts = [value.decode(errors="replace") for value in self._store.multi_get(keys)] if keys else []
         block = f"{self.block} "
         return [text.removeprefix(block) for text in texts if text.startswith(block)]
 

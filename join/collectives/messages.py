@@ -20,35 +20,38 @@ that waits for a message from it finds that out, and the other ranks learn it fr
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import logging
 import os
-import pickle
-import secrets
 import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from operator import add
 from typing import Any, Generic, NamedTuple
 
 from typing_extensions import final, override
 
-from join.collectives.base import Collective, Exact, FloatSum, Fold, Gather, Line, RollCall, Sum, V, exact
+from join.collectives.base import Collective, FloatSum, Fold, Gather, Line, RollCall, Sum, V
+from join.collectives.board import printable
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
+from join.collectives.handshake import SWITCH, Connections, GaveUp, meet, own_addresses
+from join.collectives.plain import Exact, as_exact, exact, packed, unpacked
 
+_logger = logging.getLogger("join")
 _FRAME = struct.Struct("<BIQ")  # before each message: the line, the count of its sum, and its bytes
-_HELLO = struct.Struct("<16sII")  # the secret of the group, the rank that connects, and the rank that it expects
-_WELCOME = b"\1"
-_CONNECT_SECONDS, _MEET_SECONDS = 5.0, 20.0  # to one address, and for all connections
+_LARGEST = 1 << 26  # bytes of a message
 _FLUSH_SECONDS = 2.0  # the longest time in which a rank sends its last messages before it closes its connections
-_SIOCGIFADDR = 0x8915  # asks for the address of an interface
+_FALLBACK = (
+    "Headers are all-reduces of the process group, which are slower than messages, because not all ranks can connect"
+    " with each other: %s. Let ranks reach each other's TCP ports, set GLOO_SOCKET_IFNAME to the interface that reaches"
+    " the other machines, or set %s=0 on all ranks."
+)
 
 
 class Round(NamedTuple):
@@ -91,85 +94,31 @@ class _Peer:
     is_closed: bool = False
 
 
-def connect(collective: Collective, timeout: float) -> Mesh | None:
+def connect(collective: Collective, timeout: float, limit: float | None = None, host: str = "") -> Mesh | None:
     """Connect each rank with the ranks that it sends to. All ranks call this. Return ``None`` on all if one fails.
 
     Args:
         collective: The ranks.
         timeout: Seconds after which a sum fails.
+        limit: Seconds for connecting, if they are less than ``Timeouts.connect``.
+        host: The host that keeps the store of the ranks, if it is known.
     """
-    rank, world_size = collective.rank, collective.world_size
-    with socket.create_server(("", 0), backlog=128) as listener:
-        port: int = listener.getsockname()[1]
-        rows: list[tuple[bytes, list[str], int]] = collective.all_gather_object(
-            (secrets.token_bytes(16), own_addresses(), port)
-        )
-        secret, rounds = rows[0][0], rounds_of(world_size)
-        inward: dict[int, _Peer] = {}
-        outward: dict[int, _Peer] = {}
-        listener.settimeout(_MEET_SECONDS)
-        with ThreadPoolExecutor(1) as executor:
-            accepted = executor.submit(_accept, listener, secret, rank, world_size, inward)
-            try:
-                for distance, _ in rounds:
-                    other = (rank + distance) % world_size
-                    hello = _HELLO.pack(secret, rank, other)
-                    outward[distance] = _Peer(_connected(*rows[other][1:], hello), distance, other)
-                accepted.result()
-                is_connected = True
-            except (OSError, RuntimeError):  # or there are too many threads
-                is_connected = False
-    if collective.reduce_boolean_decision(is_connected):
-        return Mesh(collective, inward, outward, timeout)
-    for peer in (*inward.values(), *outward.values()):
-        peer.connection.close()
+    mesh, why = None, ""
+    try:
+        distances = {distance for distance, _ in rounds_of(collective.world_size)}
+        mesh = Mesh(collective, *meet(collective, distances, own_addresses(host), limit), timeout)
+    except GaveUp as error:
+        why = str(error)
+    if collective.reduce_boolean_decision(mesh is not None):
+        return mesh
+    if mesh is not None:
+        mesh.close()
+    reasons: list[str] = collective.all_gather_object(why, plain=True)
+    if collective.rank == 0:
+        level = logging.INFO if all(SWITCH in reason for reason in reasons) else logging.WARNING
+        texts = [f"rank {rank}: {printable(reason)}" for rank, reason in enumerate(reasons) if reason]
+        _logger.log(level, _FALLBACK, "; ".join(texts), SWITCH)
     return None
-
-
-def own_addresses() -> list[str]:
-    """Return the addresses by which other ranks may reach this machine, the likeliest first."""
-    addresses: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-            with suppress(OSError):  # no interface has that name
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                addresses.append(socket.inet_ntoa(answer[20:24]))
-        with suppress(OSError):  # finds the interface on the route to MASTER_ADDR, and sends nothing
-            probe.connect((os.environ.get("MASTER_ADDR", ""), 1))
-            addresses.append(probe.getsockname()[0])
-    with suppress(OSError):
-        addresses += socket.gethostbyname_ex(socket.gethostname())[2]
-    return list(dict.fromkeys([*addresses, "127.0.0.1"]))
-
-
-def _accept(listener: socket.socket, secret: bytes, rank: int, world_size: int, inward: dict[int, _Peer]) -> None:
-    """Accept the connections of the ranks that send to this one."""
-    missing = {distance for distance, _ in rounds_of(world_size)}
-    while missing:
-        connection, _ = listener.accept()
-        connection.settimeout(_CONNECT_SECONDS)
-        with suppress(OSError, struct.error):  # another program may connect, too
-            their_secret, other, expected = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
-            distance = (rank - other) % world_size
-            if their_secret == secret and expected == rank and distance in missing:
-                connection.sendall(_WELCOME)
-                inward[distance] = _Peer(connection, distance, other)
-                missing.remove(distance)
-                continue
-        connection.close()
-
-
-def _connected(hosts: Sequence[str], port: int, hello: bytes) -> socket.socket:
-    """Return a connection to the rank that listens on one of these hosts."""
-    for host in hosts:
-        with suppress(OSError), ExitStack() as opened:
-            connection = opened.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(hello)
-            if connection.recv(1) == _WELCOME:
-                opened.pop_all()
-                return connection
-    raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 @final
@@ -183,23 +132,26 @@ class Mesh:
         timeout: Seconds after which a sum fails.
     """
 
-    def __init__(
-        self, collective: Collective, inward: dict[int, _Peer], outward: dict[int, _Peer], timeout: float
-    ) -> None:
-        self.rank, self.timeout = collective.rank, timeout
-        self.rounds = rounds_of(collective.world_size)
+    def __init__(self, collective: Collective, inward: Connections, outward: Connections, timeout: float) -> None:
+        self.rank, self.world_size, self.timeout = collective.rank, collective.world_size, timeout
+        self.rounds = rounds_of(self.world_size)
         self.counts: dict[int, int] = {}
         """Number of operations that this rank has started, by line."""
         self.lock = threading.Lock()
         """Held by a thread that sends or handles received messages."""
-        self.inward, self._outward = inward, outward
+        self.inward, self._outward = (
+            {
+                distance: _Peer(each, distance, (self.rank + distance * sign) % self.world_size)
+                for distance, each in connections.items()
+            }
+            for sign, connections in ((-1, inward), (1, outward))
+        )
         self.arrived: dict[tuple[int, int, int], bytes] = {}
         """Received messages that no operation has used yet, by line, count and distance."""
         self.running: dict[tuple[int, int], _Fold[Any]] = {}
         """Running operations, by line and count."""
         self._process, self._selector = os.getpid(), selectors.DefaultSelector()
-        for peer in (*inward.values(), *outward.values()):
-            peer.connection.setblocking(False)
+        for peer in (*self.inward.values(), *self._outward.values()):
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._run, name=f"join messages of rank {self.rank}", daemon=True)
         self._thread.start()
@@ -258,7 +210,9 @@ class Mesh:
         while len(peer.received) >= _FRAME.size:
             line, count, size = _FRAME.unpack_from(peer.received)
             end = _FRAME.size + size
-            if len(peer.received) < end:
+            if size > _LARGEST:
+                data = b""
+            if len(peer.received) < end or not data:
                 break
             self.arrived[line, count, peer.distance] = bytes(peer.received[_FRAME.size : end])
             del peer.received[:end]
@@ -278,17 +232,17 @@ class Mesh:
 class _Fold(Generic[V]):
     """Operation that combines the values of all ranks as messages arrive.
 
-    It keeps the order of the ranks in the circle.
+    It keeps the order of the ranks in the circle. ``combine`` gets what has been received, and a value.
     """
 
-    def __init__(self, mesh: Mesh, line: int, own: V, combine: Callable[[V, V], V]) -> None:
+    def __init__(self, mesh: Mesh, line: int, own: V, combine: Callable[[Any, V], V]) -> None:
         self._mesh, self._line, self._combine = mesh, line, combine
         self.value, self._at = own, 0
         self._failure: BrokenCollective | None = None
         self._waits_since: float | None = None
         self._is_done = threading.Lock()  # held until the operation is done
         self._is_done.acquire()
-        data = pickle.dumps(own)
+        data = packed(own)
         self.nbytes = len(data)
         with mesh.lock:
             self._count = mesh.counts[line] = mesh.counts.get(line, 0) + 1 & 0xFFFFFFFF
@@ -306,10 +260,10 @@ class _Fold(Generic[V]):
             data = mesh.arrived.pop((*key, distance), None)
             if data is not None:
                 try:
-                    self.value = self._combine(pickle.loads(data), self.value)
+                    self.value = self._combine(unpacked(data), self.value)
                     self._at += 1
                     if self._at < len(mesh.rounds) and mesh.rounds[self._at].is_window:
-                        mesh.send(*key, mesh.rounds[self._at].distance, pickle.dumps(self.value))
+                        mesh.send(*key, mesh.rounds[self._at].distance, packed(self.value))
                 except Exception as error:  # which would end the thread
                     self._failure = BrokenCollective(f"the messages of the ranks cannot be combined: {error!r}")
             elif (peer := mesh.inward[distance]).is_closed:
@@ -356,8 +310,8 @@ class _Sum(_Fold[int]):
         return self.value
 
 
-def _plus(one: Any, other: Any) -> Any:
-    return one + other
+def _add_exact(received: Any, other: Exact) -> Exact:
+    return as_exact(received) + other
 
 
 @final
@@ -368,11 +322,13 @@ class _FloatSum(_Fold[Exact]):
 
 
 @final
-class _Gather(_Fold[list[bytes]]):
+class _Gather(_Fold[bytes]):
     def rows(self) -> list[bytes]:
         self.wait()
-        first = self._mesh.rank + 1  # the rows are in the order of the circle, in which this rank is the last
-        return self.value[-first:] + self.value[:-first]
+        size = len(self.value) // self._mesh.world_size
+        first = size * (self._mesh.rank + 1)
+        value = self.value[-first:] + self.value[:-first]  # in the order of the circle, this rank is the last
+        return [value[begin : begin + size] for begin in range(0, len(value), size)]
 
 
 @final
@@ -386,8 +342,11 @@ class _RollCall(Generic[V]):
 
     def call(self, number: int, /) -> None:
         own = self._fold.of(number, self._mesh.rank)
-        self._work = work = _Fold(self._mesh, self._line, own, self._fold.combined)
+        self._work = work = _Fold(self._mesh, self._line, own, self._combined)
         self.wait, self.is_completed, self.nbytes = work.wait, work.is_completed, work.nbytes
+
+    def _combined(self, received: Any, other: V) -> V:
+        return self._fold.combined(self._fold.restored(received), other)
 
     def result(self) -> V:
         self.wait()
@@ -407,11 +366,11 @@ class MessageLine(Line):
 
     @override
     def sum(self, number: int, bits: int) -> Sum:
-        return _Sum(self._mesh, self._number, number, _plus)
+        return _Sum(self._mesh, self._number, number, add)
 
     @override
     def sum_float(self, number: float) -> FloatSum:
-        return _FloatSum(self._mesh, self._number, exact(number), _plus)
+        return _FloatSum(self._mesh, self._number, exact(number), _add_exact)
 
     @override
     def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
@@ -419,4 +378,4 @@ class MessageLine(Line):
 
     @override
     def gather(self, data: bytes) -> Gather:
-        return _Gather(self._mesh, self._number, [data], _plus)
+        return _Gather(self._mesh, self._number, data, add)

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 from typing_extensions import final, override
 
@@ -113,7 +113,8 @@ def connect(collective: Collective) -> Segment | None:
     if rank == 0 and not obstacle():
         with suppress(OSError):
             created = _create(world_size)
-    address: _Address | None = collective.broadcast_object(created, 0)
+    received: list[Any] | None = collective.broadcast_object(created, 0, plain=True)
+    address = None if received is None else _Address(*received)
     # Rank 0 uses the file that it has created, because closing a second one would release its lock.
     file = None if address is None else address.file if rank == 0 else _open(address)
     segment: Segment | None = None

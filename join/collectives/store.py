@@ -6,6 +6,7 @@ the store for themselves (:func:`fresh_store`) do not rely on counters. Rank 0 c
 makes sure that the ranks that receive it are running now::
 
     rank 0                                          any other rank
+    "job"                                           waits for "job"; raises if it is in another one
                                                     "hello": a word of its own, never used before
     for each "hello": the name, under that word
     (again, if an earlier rank left the word)       waits for the name under its word
@@ -14,6 +15,7 @@ makes sure that the ranks that receive it are running now::
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import uuid
@@ -24,8 +26,9 @@ import torch.distributed as dist
 from typing_extensions import final, override
 
 from join.collectives.base import Collective
-from join.collectives.board import Board, StoreBoard
+from join.collectives.board import Board, StoreBoard, printable
 
+_LOOPBACK = "127.0.0.1"
 _LONGEST_PAUSE = 0.05  # seconds, before rank 0 looks again
 
 
@@ -61,24 +64,57 @@ class StoreCollective(Collective):
         if given is not None:
             self._opened = fresh_store(given, self.rank, self.world_size)
             return
-        names: list[str] = self.all_gather_object(socket.gethostname())
-        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
+        names: list[str] = self.all_gather_object(socket.gethostname(), plain=True)
+        host = _LOOPBACK if len(set(names)) == 1 else names[0]
         if self.rank == 0:
-            self._opened = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            self.broadcast_object(store.port, 0)
+            store = (
+                local_store() if host == _LOOPBACK else dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            )
+            self._opened = store
+            self.broadcast_object(store.port, 0, plain=True)
         else:
-            port: int = self.broadcast_object(None, 0)
+            port: int = self.broadcast_object(None, 0, plain=True)
             self._opened = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
+def local_store() -> dist.TCPStore:
+    """Return a new store for processes of this machine, on a free port of 127.0.0.1."""
+    # Without this socket, the store would listen on all interfaces.
+    listening = socket.create_server((_LOOPBACK, 0))
+    port, file = listening.getsockname()[1], listening.detach()
+    return dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
+
+
+def host_of(store: dist.Store) -> str:
+    """Return the name or address of the host that keeps a store; "" if it is unknown."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else ""
+
+
+def _job() -> str:
+    """Return a text that is equal for all ranks of a job, and in practice different for those of another job."""
+    names = ["TORCHELASTIC_RUN_ID"] if "TORCHELASTIC_RUN_ID" in os.environ else ["SLURM_JOB_ID"]
+    if "RANK" not in os.environ:  # otherwise each node may have a step of its own
+        names.append("SLURM_STEP_ID")
+    return ", ".join([f"{name}={os.environ[name]}" for name in names if name in os.environ] + [f"user {os.getuid()}"])
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
     """Return a view of ``store`` without keys. All ranks that meet there call this, equally often.
 
     Raises:
+        RuntimeError: If another job has opened the store.
         torch.distributed.DistStoreError: If some ranks do not arrive within the time limit of ``store``.
     """
     if rank == 0:
+        store.set("job", _job())
         return _lead(store, world_size)
+    if (job := printable(store.get("job").decode(errors="replace"))) != _job():
+        raise RuntimeError(
+            f"Rank {rank} of a job ({_job()}) has reached the store of another job ({job}). Start each job with a"
+            " MASTER_ADDR and MASTER_PORT of its own. [J572]"
+        )
     word = uuid.uuid4().hex
     store.set(f"hello/{rank}", word)
     name = store.get(f"name/{word}").decode()

@@ -1,6 +1,6 @@
-"""All time limits that take effect when ranks of a block fail: :data:`TIMEOUTS`.
+"""All time limits that take effect when ranks of a block fail or cannot be reached: :data:`TIMEOUTS`.
 
-No time limit has an effect while no rank fails. The user's time limit, ``Join(..., timeout=)``, is not among these.
+No time limit has an effect while nothing fails. The user's time limit, ``Join(..., timeout=)``, is not among these.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ class Timeouts:
     """Times in seconds.
 
     Attributes:
+        connect: The time in which all ranks of a group make all connections between them for messages. After that, the
+            group does without messages.
         look: The interval at which a waiting rank reads the messages of the others, and at which each rank checks
             whether it is asked for its progress.
         note: The longest time in which a failing rank tries to post a note with the reason.
@@ -29,6 +31,7 @@ class Timeouts:
             on accelerators are aborted.
     """
 
+    connect: float = 10.0
     look: float = 0.25
     note: float = 2.0
     cause: float = 3.0

@@ -38,10 +38,10 @@ from join.collectives._torch_private import (
     timeout_of,
 )
 from join.collectives.base import HEADERS, Line, ReduceOp, Work, as_bytes, check_op
-from join.collectives.board import Board
+from join.collectives.board import Board, OwnStore, StoreBoard
 from join.collectives.messages import Mesh, MessageLine
 from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine
-from join.collectives.store import StoreCollective, fresh_store
+from join.collectives.store import StoreCollective, fresh_store, host_of
 from join.collectives.timeouts import TIMEOUTS
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -62,6 +62,8 @@ class _Shared:
     """Shared memory that connects the ranks; ``None`` if not all ranks can reach it."""
     mesh: Mesh | None = None
     """Connections between ranks that share no memory; ``None`` if not all ranks can be reached."""
+    own_store: OwnStore | None = None
+    """Connection to the store that the boards of all blocks use."""
     agreed: dict[int, Any] = field(default_factory=dict[int, Any])
     """Results on which the ranks agreed in earlier blocks."""
     lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
@@ -188,13 +190,20 @@ class TorchCollective(StoreCollective):
         return self._shared.companion
 
     @override
-    def line(self, number: int = HEADERS) -> Line:
+    def connect(self, limit: float | None = None) -> None:
         shared = self._shared
         if not shared.has_tried:
-            shared.has_tried, shared.segment = True, shared_memory.connect(self)
-            if shared.segment is None and (mesh := messages.connect(self, shared.timeout)) is not None:
-                shared.mesh = mesh
-                weakref.finalize(self.group, mesh.close)
+            shared.segment = shared_memory.connect(self)
+            if shared.segment is None:
+                shared.mesh = messages.connect(self, shared.timeout, limit, host_of(self._store))
+                if shared.mesh is not None:
+                    weakref.finalize(self.group, shared.mesh.close)
+            shared.has_tried = True
+
+    @override
+    def line(self, number: int = HEADERS) -> Line:
+        self.connect()
+        shared = self._shared
         over_group = partial(super().line, number)
         if shared.segment is None:
             return over_group() if shared.mesh is None else MessageLine(shared.mesh, number)
@@ -204,8 +213,12 @@ class TorchCollective(StoreCollective):
 
     @override
     def board(self) -> Board:
-        segment = self._shared.segment
-        return super().board() if segment is None else SharedBoard(segment)
+        shared = self._shared
+        if shared.segment is not None:
+            return SharedBoard(shared.segment)
+        if shared.own_store is None:
+            shared.own_store = OwnStore(self._store)
+        return StoreBoard(self.rank, self.world_size, shared.own_store)
 
     @override
     def issued_counter(self) -> Callable[[], int]:

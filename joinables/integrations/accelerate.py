@@ -173,7 +173,9 @@ class AcceleratedJoin(Join):
     def _save_state(self, as_usual: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Save the state; the state of the current loop's loader is that after the current batch."""
         if hasattr(self._loader, "dl_state_dict"):
-            at_end = set(self.collective.all_gather_object(self.loader_state().get("_iterator_finished", False)))
+            at_end = set(
+                self.collective.all_gather_object(self.loader_state().get("_iterator_finished", False), plain=True)
+            )
             is_wrong, state = len(at_end) > 1, replaced(self._loader, "state_dict", self.loader_state)
         else:
             loaders: list[Any] = self._accelerator.gradient_state.dataloader_references

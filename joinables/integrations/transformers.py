@@ -382,7 +382,7 @@ def warn_of_same_streams(batch: Any) -> None:
         batch: This rank's first batch; an empty list without data.
     """
     norms = [tensor.double().square().sum().item() for tensor in tensors_in(batch)]
-    firsts = collective_of(None).all_gather_object(norms)
+    firsts = collective_of(None).all_gather_object(norms, plain=True)
     ranks = [rank for rank, first in enumerate(firsts) if first and firsts.count(first) > 1]
     if ranks:
         warnings.warn(
@@ -422,7 +422,7 @@ def length_on_all_ranks(loader: Any) -> int | None:
     Raises:
         ValueError: On all ranks, if some loaders have a length and others do not.
     """
-    lengths: list[int | None] = collective_of(None).all_gather_object(length_of(loader))
+    lengths: list[int | None] = collective_of(None).all_gather_object(length_of(loader), plain=True)
     known = [length for length in lengths if length is not None]
     if known and len(known) < len(lengths):
         without = [rank for rank, length in enumerate(lengths) if length is None]

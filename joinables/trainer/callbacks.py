@@ -108,7 +108,9 @@ class ModelCheckpoint(Callback):
             # An earlier fit failed at a later step, and this fit does not resume from its files.
             self._kept, self._saved_step, self.last_model_path = {}, -1, ""
         if self._kept:  # another fit may have removed some; one rank looks, since the files may be on its disk only
-            existing = trainer.run.collective.broadcast_object([path for path in self._kept if Path(path).exists()], 0)
+            existing = trainer.run.collective.broadcast_object(
+                [path for path in self._kept if Path(path).exists()], 0, plain=True
+            )
             self._kept = {path: self._kept[path] for path in existing}
 
     @override

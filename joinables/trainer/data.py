@@ -163,9 +163,9 @@ class Plan:
     @staticmethod
     def agree(collective: Collective, loader: Any) -> Plan:
         """Return the plan that all ranks agree on. One object all-gather; none with a single rank."""
-        everyone: list[Any] = collective.all_gather_object((known_length(loader), _sizes(loader)))
+        everyone: list[Any] = collective.all_gather_object((known_length(loader), _sizes(loader)), plain=True)
         lengths, sizes = zip(*everyone, strict=True)
-        equal = None not in sizes and len(set(sizes)) == 1
+        equal = None not in sizes and all(size == sizes[0] for size in sizes)
         if equal and len(set(lengths)) > 1:
             full, last = sizes[0]
             equal = full == last  # otherwise one rank has its smaller last batch when another has a full one

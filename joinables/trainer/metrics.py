@@ -129,7 +129,7 @@ class MetricStore(dict[str, Metric]):
     def reduce(self, collective: Collective) -> dict[str, float]:
         """Return the metrics over all ranks, by name; one object all-gather. A rank may have no metrics."""
         merged = MetricStore()
-        for state in collective.all_gather_object(self.state_dict()):
+        for state in collective.all_gather_object(self.state_dict(), plain=True):
             merged.merge(state)
         return {name: metric.value for name, metric in sorted(merged.items())}
 

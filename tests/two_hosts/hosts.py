@@ -43,13 +43,14 @@ class Hosts:
 
     Args:
         private: for each host, whether its processes can be seen there only.
+        ipv6: whether they have addresses of IPv6 only, instead of IPv4.
 
     Raises:
         NoHosts: if there is no ``ip``, or it may not make any.
     """
 
-    def __init__(self, private: tuple[bool, bool]) -> None:
-        self._private = private
+    def __init__(self, private: tuple[bool, bool], *, ipv6: bool = False) -> None:
+        self._private, self._ipv6 = private, ipv6
         token = secrets.token_hex(4)
         self._names = [f"join-{token}-{host}" for host in range(HOSTS)]
         self._started: list[subprocess.Popen[bytes]] = []
@@ -72,13 +73,28 @@ class Hosts:
         if any(self._private) and not _can_unshare():
             raise NoHosts("pid namespaces cannot be made here")
         for host, name in enumerate(self._names):
-            _ip("-n", name, "addr", "add", f"{address(host)}/24", "dev", LINK)
+            nodad = ["nodad"] if self._ipv6 else []
+            _ip("-n", name, "addr", "add", f"{address(host, ipv6=self._ipv6)}/24", "dev", LINK, *nodad)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", LINK, "up")
 
     def cut(self) -> None:
         """Cut the link."""
         _ip("-n", self._names[-1], "link", "set", LINK, "down")
+
+    def answer_nowhere(self, name: str) -> None:
+        """Let packets to an address go into the link, where nobody has it."""
+        for host in self._names:
+            _ip("-n", host, "neigh", "add", name, "lladdr", "02:00:00:00:00:77", "dev", LINK)
+
+    def run(self, module: str, *arguments: str, told: Path, limit: float = 60.0) -> list[str]:
+        """Run a module on each host, with the number of the host; what it writes, by host."""
+        files = [told.with_name(f"{told.name}-{host}") for host in range(HOSTS)]
+        for host, file in enumerate(files):
+            self._start(host, [sys.executable, "-m", module, str(host), *arguments], file)
+        for started in self._started:
+            started.wait(limit)
+        return [file.read_text() for file in files]
 
     def torchrun(self, processes: int, module: str, *arguments: str, told: Path) -> None:
         """Start so many processes on each host, by an agent there; what they write goes to files of that name."""
@@ -132,9 +148,9 @@ class Hosts:
             each.wait(timeout=10)
 
 
-def address(host: int) -> str:
+def address(host: int, *, ipv6: bool = False) -> str:
     """Where a host is reached."""
-    return f"10.77.0.{host + 1}"
+    return f"fd77::{host + 1}" if ipv6 else f"10.77.0.{host + 1}"
 
 
 def _can_unshare() -> bool:

@@ -128,7 +128,7 @@ def share_length(loader: Any) -> Loader:
     if isinstance(loader, Loader):
         return loader
     has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-    ranks = collective_of(None).all_gather_object((length_of(loader), has_state))
+    ranks = collective_of(None).all_gather_object((length_of(loader), has_state), plain=True)
     lengths = [length for length, _ in ranks]
     kind = StatefulLoader if any(has_state for _, has_state in ranks) else Loader
     return kind(loader, None if None in lengths else max(lengths))
@@ -201,7 +201,7 @@ class Fetcher(DataFetcher):
         if self._trains and combined_loader._mode == "min_size":
             # Its length is the longest of the ranks' shortest loaders.
             own = min(length_of(part.loader) or 0 for part in combined_loader.flattened)
-            longest = max(collective_of(None).all_gather_object(own))
+            longest = max(collective_of(None).all_gather_object(own, plain=True))
             for part in combined_loader.flattened:
                 part.length = part.length and longest  # None if a rank has a stream
 

@@ -123,6 +123,46 @@ def test_a_look_is_a_few_requests_however_many_ranks_there_are(ranks: int) -> No
     assert counting.requests == 4
 
 
+FOREIGN = [
+    "1 5",
+    "1 null",
+    "1 [[[",
+    "1 " + "[" * 100_000,
+    '1 {"rank": 0}',
+    '1 [0, 0, "ValueError", null]',
+    '1 [0, "0", "ValueError", "text"]',
+    '1 [7, 0, "ValueError", "text"]',
+    '1 [0, 1, "ValueError"]',
+    "1 [0, []]",
+    "1 [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]",
+    b"1 \xff\xfe",
+]
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_what_another_program_writes_into_the_store_is_ignored(text: Any) -> None:
+    store = dist.HashStore()
+    boards = [StoreBoard(rank, 2, store) for rank in range(2)]
+    for board in boards:
+        board.block = 1
+        board.tell(Progress(step=7))
+        board.post(Note(board.rank, 0, "ValueError", "mine"))
+    for kind in ("note", "progress"):
+        store.set(f"board/{kind}/0", text)
+    assert boards[1].notes() == [Note(1, 0, "ValueError", "mine")]
+    assert boards[1].progress() == {1: Progress(step=7)}
+
+
+def test_foreign_texts_are_printable() -> None:
+    store = dist.HashStore()
+    board = StoreBoard(0, 1, store)
+    board.block = 1
+    assert board.notes() == []
+    store.set("board/note/0", '1 [0, 0, "E", "\\u001b[2Jgone' + "x" * 9999 + '"]')
+    (note,) = board.notes()
+    assert note.text.startswith("?[2Jgone") and len(note.text) <= 3400
+
+
 # -- a store that does not answer --------------------------------------------------------------------------------------
 
 

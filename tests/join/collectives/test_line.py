@@ -126,6 +126,9 @@ class ByRank:
     def combined(self, one: dict[int, int], other: dict[int, int], /) -> dict[int, int]:
         return {**one, **other}
 
+    def restored(self, result: dict[str, int], /) -> dict[int, int]:
+        return {int(rank): answer for rank, answer in result.items()}
+
 
 def everybody_answers(collective: Collective, line: Line) -> None:
     rank, size = collective.rank, collective.world_size

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import os
+import pickle
 import signal
-import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,6 @@ import torch.distributed as dist
 
 from join.collectives import Collective, collective_of, run_threads
 from join.collectives import messages as module
-from join.collectives.base import GroupLine
 from join.collectives.broken import BrokenCollective
 from join.collectives.messages import Mesh, MessageLine, connect, rounds_of
 from tests.ending import Ending
@@ -186,45 +186,38 @@ def test_numbers_that_cannot_be_put_together() -> None:
         assert text.startswith("the messages of the ranks cannot be combined: TypeError(")
 
 
+def sends(collective: Collective, message: bytes) -> str:
+    """What rank 1 is told when rank 0 sends it these bytes."""
+    mesh, text = meshed(collective), ""
+    if collective.rank == 0:
+        with mesh.lock:
+            mesh._outward[1].unsent += message
+            mesh._flush(mesh._outward[1])
+    else:
+        with pytest.raises(BrokenCollective) as caught:
+            MessageLine(mesh, 0).sum(1, 5).wait()
+        text = str(caught.value)
+    collective.barrier()
+    mesh.close()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (module._FRAME.pack(0, 1, module._LARGEST + 1), "the process of rank 0 has ended, or has left the group"),
+        (
+            module._FRAME.pack(0, 1, 5) + pickle.dumps(7),
+            "the messages of the ranks cannot be combined: JSONDecodeError",
+        ),
+        (module._FRAME.pack(0, 1, 0), "the messages of the ranks cannot be combined: JSONDecodeError"),
+    ],
+)
+def test_messages_of_another_form_are_not_read(message: bytes, told: str) -> None:
+    assert told in run_threads(2, partial(sends, message=message), timeout=30)[1]
+
+
 # -- connections -------------------------------------------------------------------------------------------------------
-
-
-def one_cannot(rank: int) -> None:
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(module, "_MEET_SECONDS", 1.0))
-        if rank == 1:
-            patches.enter_context(mock.patch.object(module, "_connected", mock.Mock(side_effect=OSError)))
-        line = collective_of(None).line()
-    assert isinstance(line, GroupLine)
-    work = line.sum(1, 5)
-    work.wait()
-    assert work.total() == 3
-
-
-def test_all_ranks_use_the_group_where_one_cannot_be_reached(pool: Pool) -> None:
-    pool.run(one_cannot, ranks=3, over_group=True)
-
-
-def test_strangers_are_turned_away() -> None:
-    """A rank listens on all its addresses until the others have come."""
-    inward: dict[int, Any] = {}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(10.0)
-        args = (listener, b"s" * 16, 1, 2, inward)
-        thread = threading.Thread(target=module._accept, args=args)
-        thread.start()
-        port = listener.getsockname()[1]
-        for hello in (b"GET / HTTP/1.1\r\nHost: nobody\r\n\r\n", module._HELLO.pack(b"t" * 16, 0, 1), b""):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(hello)
-                stranger.shutdown(socket.SHUT_WR)
-                assert stranger.recv(1) == b""  # or the connection is reset
-        hello = module._HELLO.pack(b"s" * 16, 0, 1)
-        connection = module._connected(["127.0.0.1"], port, hello)
-        thread.join(10)
-    assert [peer.rank for peer in inward.values()] == [0]
-    connection.close()
-    inward[1].connection.close()
 
 
 def freed(rank: int) -> None:
@@ -246,11 +239,3 @@ def freed(rank: int) -> None:
 
 def test_connections_end_with_the_group(pool: Pool) -> None:
     pool.run(freed, ranks=2, over_group=True)
-
-
-def test_addresses_begin_with_what_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing,lo")
-    assert module.own_addresses()[0] == "127.0.0.1"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.5")
-    assert module.own_addresses()[-1] == "127.0.0.1"

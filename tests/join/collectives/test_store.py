@@ -6,11 +6,13 @@ import threading
 import time
 import uuid
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from join.collectives.store import fresh_store
+from join.collectives import store as module
+from join.collectives.store import fresh_store, host_of, local_store
 
 
 def client(server: dist.TCPStore) -> dist.TCPStore:
@@ -62,3 +64,42 @@ def test_a_rank_does_not_come(server: dist.TCPStore) -> None:
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(dist.DistStoreError, match=r"ranks \[1, 2\] of 3 have not arrived at the launch"):
         fresh_store(store, 0, 3)
+
+
+def test_a_rank_of_another_job_is_refused(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither enters the job nor stops it."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ours")
+    lead = threading.Thread(target=fresh_store, args=(client(server), 0, 2))
+    lead.start()
+    client(server).get("job")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs\x1b")
+    with pytest.raises(RuntimeError, match=r"Rank 1 of a job \(TORCHELASTIC_RUN_ID=theirs.*ID=ours, user \d+\).*J572"):
+        fresh_store(client(server), 1, 2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ours")
+    fresh_store(client(server), 1, 2)
+    lead.join(20)
+    assert not lead.is_alive()
+
+
+@pytest.mark.parametrize(("by_hand", "same"), [(False, False), (True, True)])
+def test_steps_of_slurm_are_jobs_unless_ranks_are_set_by_hand(
+    monkeypatch: pytest.MonkeyPatch, by_hand: bool, same: bool
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("RANK", "0") if by_hand else monkeypatch.delenv("RANK", raising=False)
+    jobs: set[str] = set()
+    for step in ("0", "1"):
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        jobs.add(module._job())
+    assert (len(jobs) == 1) == same and all("SLURM_JOB_ID=7" in job for job in jobs)
+
+
+def test_a_store_of_this_machine_listens_on_loopback_only() -> None:
+    store = local_store()
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    at = {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[1].endswith(f":{store.port:04X}")}
+    assert at == {"0100007F"}  # 127.0.0.1
+    assert host_of(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"

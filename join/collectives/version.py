@@ -1,0 +1,3 @@
+"""Version of both packages."""
+
+VERSION = "0.1.0"

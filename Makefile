@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch test-accelerator test-gpu soak test-horovod test-frameworks test-engines mutants check bench pictures outputs docs test-docs wheel clean
+.PHONY: help demo test test-all test-torch test-accelerator test-gpu soak test-frameworks test-engines mutants check bench pictures outputs docs test-docs wheel clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -26,7 +26,6 @@ help:
 	@echo 'All of these create .venv when it is missing; PYTHON=... picks the interpreter.'
 	@echo 'make test-frameworks runs the tests inside training frameworks, in .venv-frameworks (minutes, once).'
 	@echo 'make test-engines runs the tests of engines, DeepSpeed included, in .venv-engines (minutes, once).'
-	@echo 'make test-horovod builds Horovod into .venv-horovod (minutes, once) and runs the collectives over it.'
 
 demo: .venv/.demo-installed
 	$(BIN)/python -m demo
@@ -59,10 +58,6 @@ SOAK ?= 500
 soak: .venv/.test-installed
 	SOAK=$(SOAK) $(PYTEST) tests/joinables/test_random.py tests/joinables/test_random_blocks.py
 	TESTS=all $(BIN)/python -m pytest tests/join/failure/test_ends.py
-
-test-horovod: .venv-horovod/.installed
-	.venv-horovod/bin/horovodrun --gloo -np 2 .venv-horovod/bin/python -m tests.horovod.run
-	.venv-horovod/bin/horovodrun --gloo -np 4 .venv-horovod/bin/python -m tests.horovod.run
 
 # The extras of the frameworks that tests/integrations runs in.
 FRAMEWORKS := lightning accelerate transformers ray
@@ -140,10 +135,6 @@ clean:
 	$(PYTHON) -m venv $(@D)
 	sed 's/^torch==.*/torch==$*/' constraints.txt >$(@D)/constraints.txt
 	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e '.[test]'
-	@touch $@
-
-.venv-horovod/.installed: tests/horovod/build.sh tests/horovod/cxx setup.cfg constraints.txt
-	tests/horovod/build.sh $(PYTHON) .venv-horovod
 	@touch $@
 
 $(BIN)/pip:

@@ -170,7 +170,7 @@ class DummyForward:
         """Record the own tensors that may be copied when the loop ends; called on all ranks in its first step."""
         if self._channel.step.number > 1:
             return
-        self._changed, self.is_kept, self._at_start = set(), False, {}
+        self._changed, self.is_kept, self._at_start = set[str](), False, {}
         for own in self._own_tensors():
             for name, each in own.items():
                 if is_plain(each) and (self._compares or isinstance(each, torch.nn.Parameter)):

@@ -192,7 +192,7 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
 IMPORTS = """
 import sys, warnings
 import join, joinables, joinables.trainer
-weight = ["torch.distributed.optim", "matplotlib", "torchmetrics", "sklearn", "horovod", "torch_xla"]
+weight = ["torch.distributed.optim", "matplotlib", "torchmetrics", "sklearn"]
 print([name for name in weight if name in sys.modules])
 old = warnings.filters[:]
 joinables.ZeroStep

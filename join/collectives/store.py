@@ -19,11 +19,12 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
-from typing_extensions import final, override
+from typing_extensions import override
 
 from join.collectives.base import Collective
 from join.collectives.board import Board, StoreBoard, printable
@@ -55,27 +56,6 @@ class StoreCollective(Collective):
     def board(self) -> Board:
         return StoreBoard(self.rank, self.world_size, self._store)
 
-    @final
-    def _open_store(self, given: dist.Store | None) -> None:
-        """Open the store of a backend that has none: a part of ``given``, or a store that rank 0 opens.
-
-        All ranks call this. Rank 0 sends the address of its store to the others by their own collectives.
-        """
-        if given is not None:
-            self._opened = fresh_store(given, self.rank, self.world_size)
-            return
-        names: list[str] = self.all_gather_object(socket.gethostname(), plain=True)
-        host = _LOOPBACK if len(set(names)) == 1 else names[0]
-        if self.rank == 0:
-            store = (
-                local_store() if host == _LOOPBACK else dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            )
-            self._opened = store
-            self.broadcast_object(store.port, 0, plain=True)
-        else:
-            port: int = self.broadcast_object(None, 0, plain=True)
-            self._opened = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
-
 
 def local_store() -> dist.TCPStore:
     """Return a new store for processes of this machine, on a free port of 127.0.0.1."""
@@ -92,12 +72,13 @@ def host_of(store: dist.Store) -> str:
     return store.host if isinstance(store, dist.TCPStore) else ""
 
 
-def _job() -> str:
+def job_of(environ: Mapping[str, str], world_size: int) -> str:
     """Return a text that is equal for all ranks of a job, and in practice different for those of another job."""
-    names = ["TORCHELASTIC_RUN_ID"] if "TORCHELASTIC_RUN_ID" in os.environ else ["SLURM_JOB_ID"]
-    if "RANK" not in os.environ:  # otherwise each node may have a step of its own
+    names = ["TORCHELASTIC_RUN_ID"] if "TORCHELASTIC_RUN_ID" in environ else ["SLURM_JOB_ID", "PMIX_NAMESPACE"]
+    if "RANK" not in environ:  # otherwise each node may have a step of its own
         names.append("SLURM_STEP_ID")
-    return ", ".join([f"{name}={os.environ[name]}" for name in names if name in os.environ] + [f"user {os.getuid()}"])
+    known = [f"{name}={environ[name]}" for name in names if name in environ]
+    return ", ".join([*known, f"{world_size} ranks", f"user {os.getuid()}"])
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
@@ -107,12 +88,13 @@ def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
         RuntimeError: If another job has opened the store.
         torch.distributed.DistStoreError: If some ranks do not arrive within the time limit of ``store``.
     """
+    own = job_of(os.environ, world_size)
     if rank == 0:
-        store.set("job", _job())
+        store.set("job", own)
         return _lead(store, world_size)
-    if (job := printable(store.get("job").decode(errors="replace"))) != _job():
+    if (job := printable(store.get("job").decode(errors="replace"))) != own:
         raise RuntimeError(
-            f"Rank {rank} of a job ({_job()}) has reached the store of another job ({job}). Start each job with a"
+            f"Rank {rank} of a job ({own}) has reached the store of another job ({job}). Start each job with a"
             " MASTER_ADDR and MASTER_PORT of its own. [J572]"
         )
     word = uuid.uuid4().hex

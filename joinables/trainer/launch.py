@@ -60,7 +60,7 @@ from typing_extensions import override
 from join import JoinTimeoutError, PeerError
 from join.collectives import TorchCollective
 from join.collectives.broken import is_broken
-from join.collectives.store import fresh_store
+from join.collectives.store import fresh_store, job_of
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import add_note, described
 from join.files import replacing, save, temporary_folder
@@ -173,8 +173,7 @@ class Launcher:
             NotPicklable: If ``fn`` or an argument (before any process starts) or the result cannot be pickled.
             WorkerDied: If a worker ended before ``fn`` did.
             WorkerRaised: If a worker raised an exception that cannot be pickled, or a long one while the disk was full.
-            LaunchError: If this process has a process group or has used its GPU, and processes are to be forked. Also
-                if the store at ``MASTER_PORT`` belongs to another job.
+            LaunchError: If this process has a process group or has used its GPU, and processes are to be forked.
             OSError: If the call or the result does not fit on the disk of the temporary folder, which ``TMPDIR`` names.
             BaseException: The exception that ``fn`` raised on a rank, with the worker's traceback as its cause. If
                 several ranks failed, it is the exception that caused the others, of the lowest such rank.
@@ -273,8 +272,8 @@ class Environment:
     MPI does not name the host of rank 0, so a run on several nodes needs both variables. On one node the port follows
     from the job's name (``PMIX_NAMESPACE``), which Open MPI sets and Hydra does not.
 
-    Rank 0 of another job may serve a store at the same address. So a rank compares its own job with the job that serves
-    the store. An agent of torchrun may serve the store of several jobs. So each job uses a part of that store.
+    Rank 0 of another job may serve a store at the same address, which ``fresh_store`` notices. An agent of torchrun may
+    serve the store of several jobs, so each job uses a part of that store.
 
     Attributes:
         name: The launcher's name, for messages.
@@ -285,13 +284,6 @@ class Environment:
     name: str
     environ: Mapping[str, str]
     names: tuple[str, str, str]
-
-    @property
-    def job(self) -> str:
-        """The launcher's names for the job, the number of its ranks, and the user: equal on all ranks of a job."""
-        of_launcher = {"RANK": ["TORCHELASTIC_RUN_ID"], "SLURM_PROCID": ["SLURM_JOB_ID", "SLURM_STEP_ID"]}
-        names = [*of_launcher.get(self.names[0], ["PMIX_NAMESPACE"]), self.names[1]]
-        return " ".join([*(f"{name}={self.environ.get(name, '')}" for name in names), f"uid={os.getuid()}"])
 
     @property
     def place(self) -> Place:
@@ -309,27 +301,21 @@ class Environment:
         """Connect to the store where the processes meet, and serve it first if that is the task of this rank.
 
         Raises:
-            LaunchError: If rank 0 of another job serves it.
             ValueError: If the variables do not contain its address, or a variable that ``place`` needs.
             torch.distributed.DistError: If the store cannot be reached within 5 minutes, or its port is taken.
         """
         place, address = self.place, self.address()
         if self.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # an agent may serve several jobs
-            return dist.PrefixStore(self.job, dist.TCPStore(*address, place.world_size, is_master=False))
+            return dist.PrefixStore(
+                job_of(self.environ, place.world_size), dist.TCPStore(*address, place.world_size, is_master=False)
+            )
         if place.rank != 0:
-            store = dist.TCPStore(*address, place.world_size, is_master=False)
-            if (other := store.get("launcher/job").decode()) != self.job:
-                raise LaunchError(
-                    f"This process belongs to the job {self.job!r}, but {address[0]}:{address[1]} is the store of the"
-                    f" job {other!r}. Set a different MASTER_PORT for each job. [J584]"
-                )
-            return store
+            return dist.TCPStore(*address, place.world_size, is_master=False)
         if address not in _served:
             # Multi-tenant: the script itself may have made a process group on the same port.
             _served[address] = dist.TCPStore(
                 *address, place.world_size, is_master=True, wait_for_workers=False, multi_tenant=True
             )
-        _served[address].set("launcher/job", self.job)
         return _served[address]
 
     def address(self) -> tuple[str, int]:

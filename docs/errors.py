@@ -63,7 +63,7 @@ TITLES = {
     "joinables/integrations/lightning": "Training with Lightning",
     "joinables/integrations/accelerate": "Training with Accelerate",
     "joinables/integrations/transformers": "Training with Transformers",
-    "join/collectives": "Setting up and calling collectives",
+    "join/collectives": "Calling collectives",
     "joinables/_torch": "Installing torch",
 }
 """The activity in which a user meets the errors of a file or folder, in the order of the page."""

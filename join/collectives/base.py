@@ -4,8 +4,8 @@ A collective connects the ranks of one process group. Operations are matched by 
 rank meets the n-th operation of every other rank. A method that returns a :class:`Work` has only started an operation;
 a method that returns a value has completed it.
 
-A backend implements the abstract methods and may override every method that is not final. A backend that calls
-:meth:`_take_place` during its setup inherits its rank and world size from here.
+A backend sets its rank and world size, implements the abstract methods, and may override every method that is not
+final.
 """
 
 from __future__ import annotations
@@ -160,47 +160,13 @@ class Line(ABC):
 class Collective(ABC):
     """Ranks of one process group and their common operations. Tensors may be on any device that the group supports.
 
-    After its setup a collective has a rank and operations. Before it, each of them raises RuntimeError, except in a
-    collective of a single process.
+    A collective is connected from the start.
     """
 
-    is_set_up = False
-    """Whether the ranks are connected."""
-    _rank = _world_size = 0
-
-    @abstractmethod
-    def setup(self, rank: int, world_size: int) -> None:
-        """Connect this rank with the others. All ranks call this.
-
-        Args:
-            rank: This rank, counted from 0.
-            world_size: The number of ranks.
-
-        Raises:
-            RuntimeError: If the collective is already set up, or the backend has a different rank or world size.
-            ValueError: If ``rank`` is not below ``world_size``.
-        """
-
-    @abstractmethod
-    def teardown(self) -> None:
-        """Disconnect this rank after the last operation.
-
-        All ranks call this. It does nothing if the collective is not set up.
-        """
-
-    @property
-    def rank(self) -> int:
-        """This rank, counted from 0."""
-        if not self.is_set_up:
-            self._check_is_set_up()
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        if not self.is_set_up:
-            self._check_is_set_up()
-        return self._world_size
+    rank: int
+    """This rank, counted from 0."""
+    world_size: int
+    """The number of ranks."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -407,30 +373,6 @@ class Collective(ABC):
         return bool(vote.item())
 
     # -- for backends -------------------------------------------------------------------------------------------------
-
-    @final
-    def _check_setup(self, rank: int, world_size: int) -> None:
-        if self.is_set_up:
-            raise RuntimeError(
-                f"{type(self).__name__} is already set up. Call teardown() before another setup(). [J028]"
-            )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} is not below {world_size}. Pass a rank from 0 to {world_size - 1}. [J029]")
-
-    @final
-    def _take_place(self, rank: int, world_size: int, own_rank: int, own_world_size: int) -> None:
-        """Set the rank and world size, and mark the collective as set up, unless the backend has different ones."""
-        if (rank, world_size) != (own_rank, own_world_size):
-            raise RuntimeError(
-                f"setup(rank={rank}, world_size={world_size}) contradicts the backend of {type(self).__name__}. Call"
-                f" setup(rank={own_rank}, world_size={own_world_size}). [J030]"
-            )
-        self._rank, self._world_size, self.is_set_up = rank, world_size, True
-
-    def _check_is_set_up(self) -> None:
-        """Raise a ``RuntimeError`` if the ranks are not connected. A single rank that needs no setup overrides this."""
-        if not self.is_set_up:
-            raise RuntimeError(f"{type(self).__name__} is not set up. Call setup(rank, world_size) first. [J042]")
 
     @final
     def _check_source(self, source: int) -> None:

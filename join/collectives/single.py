@@ -9,29 +9,21 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import DONE, ReduceOp, Work, check_op
-from join.collectives.store import StoreCollective
+from join.collectives.base import DONE, Collective, ReduceOp, Work, check_op
+from join.collectives.board import Board, StoreBoard
 
 
-class SingleCollective(StoreCollective):
-    """This process alone. It has no connections, so it works before ``setup`` and after ``teardown``, too."""
+class SingleCollective(Collective):
+    """This process alone."""
 
-    _world_size = 1
+    rank, world_size = 0, 1
 
     def __init__(self) -> None:
-        self._opened = dist.HashStore()
+        self._store = dist.HashStore()
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a trainer that is pickled for another process has a collective; its store stays here
-
-    @override
-    def _check_is_set_up(self) -> None:
-        """Accept every state."""
-
-    @override
-    def teardown(self) -> None:
-        self.is_set_up, self._opened = False, dist.HashStore()
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -49,3 +41,7 @@ class SingleCollective(StoreCollective):
         with torch.no_grad():
             outputs[0].copy_(tensor)
         return DONE
+
+    @override
+    def board(self) -> Board:
+        return StoreBoard(self.rank, self.world_size, self._store)

@@ -1,4 +1,4 @@
-"""Base class of collectives whose board is in a ``torch.distributed.Store``: :class:`StoreCollective`.
+"""Stores in which ranks meet: :func:`local_store`, :func:`fresh_store`.
 
 A store may have keys of ranks that are gone. The store of torchrun outlives a restart of all ranks, possibly with a
 different number of ranks, and the earlier ranks need not all have reached the same point. So ranks that need a part of
@@ -24,37 +24,11 @@ from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
-from typing_extensions import override
 
-from join.collectives.base import Collective
-from join.collectives.board import Board, StoreBoard, printable
+from join.collectives.board import printable
 
 _LOOPBACK = "127.0.0.1"
 _LONGEST_PAUSE = 0.05  # seconds, before rank 0 looks again
-
-
-class StoreCollective(Collective):
-    """Collective with a store of torch.
-
-    Unless a backend overrides this, its constructor has opened the store, and its ranks are connected from the start.
-    """
-
-    _opened: dist.Store | None = None
-
-    @property
-    def _store(self) -> dist.Store:
-        self._check_is_set_up()
-        assert self._opened is not None
-        return self._opened
-
-    @override
-    def setup(self, rank: int, world_size: int) -> None:
-        self._check_setup(rank, world_size)
-        self._take_place(rank, world_size, self._rank, self._world_size)
-
-    @override
-    def board(self) -> Board:
-        return StoreBoard(self.rank, self.world_size, self._store)
 
 
 def local_store() -> dist.TCPStore:

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import ReduceOp, Work, check_op, describe
+from join.collectives.base import Collective, ReduceOp, Work, check_op, describe
 from join.collectives.board import Board, StoreBoard
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
-from join.collectives.store import StoreCollective
 
 T = TypeVar("T")
 _REDUCTIONS = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
@@ -92,18 +91,13 @@ class _ThreadBoard(StoreBoard):
         return list(self._world.ended)
 
 
-class ThreadCollective(StoreCollective):
+class ThreadCollective(Collective):
     """One rank of a world of threads."""
 
     def __init__(self, world: _World, rank: int) -> None:
+        self.rank, self.world_size = rank, world.size
         self._world, self._count = world, 0
-        self._take_place(rank, world.size, rank, world.size)
-        self._opened = world.store
         self._companion: ThreadCollective | None = None
-
-    @override
-    def teardown(self) -> None:
-        self.is_set_up = False
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -134,13 +128,12 @@ class ThreadCollective(StoreCollective):
         combine: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> Work:
         """Take part in the n-th operation. The last rank writes the combined tensors into all receivers."""
-        self._check_is_set_up()
         world, name = self._world, f"{name} of {describe(tensor.dtype, tensor.shape)}"
         with world.lock:
             operation = world.operations.setdefault(self._count, _Operation(world, name))
             if operation.name != name:
                 text = (
-                    f"Rank {self._rank} called {name} as collective {self._count}, but rank {min(operation.tensors)}"
+                    f"Rank {self.rank} called {name} as collective {self._count}, but rank {min(operation.tensors)}"
                     f" called {operation.name}. Call the same collectives in the same order on all ranks. [J043]"
                 )
                 operation.fail(RuntimeError(text))
@@ -148,7 +141,7 @@ class ThreadCollective(StoreCollective):
             for rank, failure in list(world.ended.items()):  # a copy, because a companion has a lock of its own
                 if rank not in operation.tensors:
                     operation.fail(failure)
-            operation.tensors[self._rank] = tensor
+            operation.tensors[self.rank] = tensor
             operation.receivers.append(receivers)
             if len(operation.tensors) == world.size:
                 with torch.no_grad():
@@ -168,12 +161,12 @@ class ThreadCollective(StoreCollective):
                 if self._world.companion is None:
                     self._world.companion = _World(self._world.size, self._world.timeout)
                     self._world.companion.ended = self._world.ended
-            self._companion = ThreadCollective(self._world.companion, self._rank)
+            self._companion = ThreadCollective(self._world.companion, self.rank)
         return self._companion
 
     @override
     def board(self) -> Board:
-        return _ThreadBoard(self._world, self._rank)
+        return _ThreadBoard(self._world, self.rank)
 
     @override
     def issued_counter(self) -> Callable[[], int]:

@@ -39,7 +39,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -55,12 +54,13 @@ from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import BackendConfig
 from typing_extensions import override
 
 from join import JoinTimeoutError, PeerError
-from join.collectives import TorchCollective
+from join.collectives import collective_of
 from join.collectives.broken import is_broken
-from join.collectives.store import fresh_store, job_of
+from join.collectives.store import fresh_store, job_of, local_store
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import add_note, described
 from join.files import replacing, save, temporary_folder
@@ -394,14 +394,10 @@ def _run(job: _Job, start_method: StartMethod) -> list[_Failure]:
     try:
         start = cast("Any", torch.multiprocessing).start_processes
         started = start(_work, (job,), job.world_size, join=False, start_method=start_method)
-        # The system picks a free port for port 0, so that two runs never meet. Without this socket, the store would
-        # listen on all interfaces. wait_for_workers would block, since the workers wait for the port.
-        listening = socket.create_server((_LOOPBACK, 0))
-        port, fd = listening.getsockname()[1], listening.detach()
-        store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+        store = local_store()
         try:
             for _ in range(job.world_size):
-                job.ports.put(port)
+                job.ports.put(store.port)
             return _watch(started.processes, job)
         finally:
             del store  # an exception that passes here keeps this frame, and with it the socket
@@ -513,8 +509,20 @@ def _as_rank(
         fn: The function.
         args: Its arguments.
     """
-    collective = TorchCollective(store=store, **options)
-    collective.setup(place.rank, place.world_size)
+    made = not dist.is_initialized()
+    if made:
+        dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **options)
+    found = f"rank {dist.get_rank()} of {dist.get_world_size()}, backend {dist.get_backend_config()}"
+    backend = BackendConfig(cast("dist.Backend", dist.Backend(options["backend"])))
+    wanted = f"rank {place.rank} of {place.world_size}, backend {backend}"
+    if found != wanted:
+        raise LaunchError(
+            f"The default process group ({found}) contradicts the launch ({wanted}). Create the group with the ranks"
+            " and the backend of the launch, or let the launch create it. [J048]"
+        )
+    # The collective is held until the end, and with it the group. After the group is destroyed, one of its threads may
+    # still be clearing the callback of a comm hook, and that thread must not free the group.
+    collective = collective_of(None)
     result = fn(*args)
     if dist.is_initialized():  # fn may have destroyed it
         # If a rank takes its group down while others still use theirs, a gloo thread may abort those ranks. But the
@@ -522,7 +530,9 @@ def _as_rank(
         store.set(f"done/{place.rank}", "")
         with suppress(dist.DistError):
             store.wait([f"done/{rank}" for rank in range(place.world_size)], timedelta(seconds=TIMEOUTS.end))
-        collective.teardown()
+        if made:
+            dist.destroy_process_group()
+    del collective
     return result
 
 

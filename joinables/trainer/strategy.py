@@ -54,8 +54,7 @@ class Strategy:
 
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
         """Run ``fn(*args)`` on all ranks and return rank 0's result."""
-        self._single.teardown()
-        self._single.setup(0, 1)
+        self._single = SingleCollective()
         return fn(*args)
 
     @property

@@ -5,22 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 
 from join import Join
 from join.collectives import Collective
-from join.collectives.store import StoreCollective
 from join.transfer import broadcast_tensors, broadcast_tree
 from tests.join.counter import Counter
 
 
-def conforms(collective: Collective, *, asynchronous: bool = True) -> None:
+def conforms(collective: Collective) -> None:
     for check in CHECKS:
-        if asynchronous or check is not check_waiting_can_end_early:
-            check(collective)
+        check(collective)
 
 
 def check_all_reduce(collective: Collective) -> None:
@@ -188,14 +185,7 @@ def check_join(collective: Collective) -> None:
         assert [row["steps"] for row in join.report.to_dict()["ranks"]] == list(range(size))
 
 
-def check_setup_twice(collective: Collective) -> None:
-    assert collective.is_set_up
-    with pytest.raises(RuntimeError, match=f"{type(collective).__name__} is already set up"):
-        collective.setup(collective.rank, collective.world_size)
-
-
 CHECKS: list[Callable[[Collective], None]] = [
-    check_setup_twice,
     check_all_reduce,
     check_broadcast,
     check_matched_by_order,
@@ -208,54 +198,3 @@ CHECKS: list[Callable[[Collective], None]] = [
     check_next_block,
     check_join,
 ]
-
-
-def check_lifecycle(
-    collective: StoreCollective,
-    rank: int,
-    size: int,
-    *,
-    contradicts: bool = True,
-    again: bool = True,
-    asynchronous: bool = True,
-) -> None:
-    """From a collective that is not set up to one that is not any more.
-
-    Args:
-        collective: one that is not set up yet.
-        rank: this rank.
-        size: the number of ranks.
-        contradicts: whether the backend knows its ranks, so that others are an error.
-        again: whether it can be set up once more.
-        asynchronous: whether an operation can be under way.
-    """
-    assert not collective.is_set_up
-    collective.teardown()
-    with pytest.raises(ValueError, match=f"rank={size} is not below {size}. Pass"):
-        collective.setup(size, size)
-    if contradicts:
-        with pytest.raises(RuntimeError, match=rf"setup\(rank={rank}, world_size={size + 1}\) contradicts"):
-            collective.setup(rank, size + 1)
-    for _ in range(1 + again):
-        assert not collective.is_set_up
-        collective.setup(rank, size)
-        assert (collective.rank, collective.world_size) == (rank, size)
-        assert not collective._store.check(["earlier"])
-        conforms(collective, asynchronous=asynchronous)
-        collective._store.set("earlier", "")
-        collective.teardown()
-        collective.teardown()
-
-
-def check_refuses_when_not_set_up(collective: Collective) -> None:
-    tensor = torch.zeros(1)
-    operations: list[Callable[[], Any]] = [
-        lambda: collective.all_reduce(tensor),
-        lambda: collective.all_reduce(tensor, "max"),
-        lambda: collective.broadcast(tensor, 0),
-        lambda: collective.all_gather_into(tensor, [tensor]),
-        lambda: collective.barrier(),
-    ]
-    for operation in operations:
-        with pytest.raises(RuntimeError, match="is not set up"):
-            operation()

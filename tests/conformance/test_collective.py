@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,26 +13,19 @@ import torch.distributed as dist
 
 from join import Join
 from join.collectives import SingleCollective, ThreadCollective, TorchCollective, collective_of, run_threads
-from tests.conformance.collective_suite import check_lifecycle, check_refuses_when_not_set_up, conforms
+from tests.conformance.collective_suite import conforms
 from tests.join.counter import Counter
 from tests.pool import Pool
 
 RANKS = 3
 
 
-def alone(rank: int) -> None:
-    conforms(TorchCollective(dist.group.WORLD))
-
-
 def test_single() -> None:
-    collective = SingleCollective()
-    check_lifecycle(collective, 0, 1)
-    collective.barrier()  # there is nothing to connect
+    conforms(SingleCollective())
 
 
-@pytest.mark.parametrize("cls", [SingleCollective, TorchCollective])
-def test_a_trainers_collective_goes_to_other_processes(cls: type[Any]) -> None:
-    assert not pickle.loads(pickle.dumps(cls())).is_set_up
+def test_a_trainers_collective_goes_to_other_processes() -> None:
+    pickle.loads(pickle.dumps(SingleCollective())).barrier()
 
 
 @pytest.mark.parametrize("ranks", [1, RANKS, 16])
@@ -43,91 +33,18 @@ def test_threads(ranks: int) -> None:
     run_threads(ranks, conforms)
 
 
-def test_threads_leave_and_come_back() -> None:
-    def rank_main(collective: ThreadCollective) -> None:
-        rank, size = collective.rank, collective.world_size
-        with pytest.raises(RuntimeError, match="is already set up"):
-            collective.setup(rank, size)
-        collective.teardown()
-        check_refuses_when_not_set_up(collective)
-        check_lifecycle(collective, rank, size, again=False)
-
-    run_threads(RANKS, rank_main)
-
-
 def with_gloo(rank: int) -> None:
     assert collective_of(None) is collective_of(dist.group.WORLD)
     conforms(collective_of(None))
 
 
-def leave_group(folder: str) -> None:
-    """Destroy the pool's group once all ranks have it: one that is early closes connections that others still make."""
-    store = dist.FileStore(f"{folder}/left", RANKS)
-    store.add("ranks", 1)
-    while store.add("ranks", 0) < RANKS:
-        time.sleep(0.01)
-    dist.destroy_process_group()
-
-
-def set_up(rank: int, folder: str) -> None:
-    """The whole life of a collective that makes the default group."""
-    leave_group(folder)
-    collective = TorchCollective(backend="gloo", store=dist.FileStore(f"{folder}/store", RANKS), timeout=timedelta(60))
-    check_refuses_when_not_set_up(collective)
-    check_lifecycle(collective, rank, RANKS, contradicts=False)
-    check_refuses_when_not_set_up(collective)
-    assert not dist.is_initialized()
-
-
-def set_up_with_one_store(rank: int, folder: str) -> None:
-    """What one collective has left in a store must not be met by the next that is given it."""
-    leave_group(folder)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    for _ in range(2):
-        collective = TorchCollective(backend="gloo", store=store, timeout=timedelta(seconds=20))
-        collective.setup(rank, RANKS)
-        assert collective.all_gather_object(rank) == list(range(RANKS))
-        collective.barrier()
-        time.sleep(0.3)  # whoever closes its connections first may break the last operation of others
-        collective.teardown()
-
-
-def set_up_as_by_torchrun(rank: int, folder: str, port: int) -> None:
-    """The launcher's store outlives every group, and what an earlier group left in it must not be met by the next."""
-    leave_group(folder)
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    with mock.patch.dict(os.environ, told):
-        for collective in (first := TorchCollective(backend="gloo"), first, TorchCollective(backend="gloo")):
-            time.sleep(0.3 * (rank == 0))  # while the others look for it
-            collective.setup(rank, RANKS)
-            assert collective.all_gather_object(rank) == list(range(RANKS))
-            collective.teardown()
-
-
-def takes_the_default_group(rank: int) -> None:
-    with pytest.raises(RuntimeError, match=r"backend='nccl' contradicts the default group"):
-        TorchCollective(backend="nccl").setup(rank, RANKS)
-    collective = TorchCollective(backend="gloo")
-    check_lifecycle(collective, rank, RANKS, again=False)
-    check_refuses_when_not_set_up(collective)
-    assert dist.is_initialized()  # it was there before
-
-    # One group has one collective, whichever way it was reached.
-    collective.setup(rank, RANKS)
-    assert collective_of(collective) is collective is collective_of(None)
-    other = TorchCollective()
-    other.setup(rank, RANKS)
-    assert collective_of(other) is collective
-    collective.teardown()
+def has_one_collective(rank: int) -> None:
+    """One group has one collective, whichever way it was reached."""
+    assert dist.group.WORLD is not None
+    collective, other = TorchCollective(dist.group.WORLD), TorchCollective(dist.group.WORLD)
+    assert collective_of(collective) is collective is collective_of(None) is collective_of(other)
+    del collective
     assert collective_of(other) is other is collective_of(None)
-
-
-def leaves_a_group_that_it_was_given(rank: int) -> None:
-    collective = collective_of(None)
-    collective.teardown()
-    collective.barrier()
-    with pytest.raises(ValueError, match="Remove group"):
-        TorchCollective(dist.group.WORLD, backend="gloo")
 
 
 def without_cpu_backend(rank: int) -> None:
@@ -174,28 +91,11 @@ def test_a_companion_connects_when_it_is_used(pool: Pool) -> None:
 
 
 def test_gloo_alone(pool: Pool) -> None:
-    pool.run(alone, ranks=1)
+    pool.run(with_gloo, ranks=1)
 
 
-def test_gloo_setup(pool: Pool, tmp_path: Path) -> None:
-    pool.run(set_up, str(tmp_path), ranks=RANKS)
-
-
-def test_gloo_setup_with_one_store(pool: Pool, tmp_path: Path) -> None:
-    pool.run(set_up_with_one_store, str(tmp_path), ranks=RANKS)
-
-
-def test_gloo_setup_as_by_torchrun(pool: Pool, tmp_path: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pool.run(set_up_as_by_torchrun, str(tmp_path), store.port, ranks=RANKS)
-
-
-def test_gloo_takes_the_default_group(pool: Pool) -> None:
-    pool.run(takes_the_default_group, ranks=RANKS)
-
-
-def test_gloo_leaves_a_group_that_it_was_given(pool: Pool) -> None:
-    pool.run(leaves_a_group_that_it_was_given, ranks=RANKS)
+def test_a_group_has_one_collective(pool: Pool) -> None:
+    pool.run(has_one_collective, ranks=1)
 
 
 def test_group_without_cpu_backend(pool: Pool) -> None:

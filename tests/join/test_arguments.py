@@ -330,9 +330,9 @@ def test_rank_that_does_not_enter() -> None:
         if collective.rank == 0:
             with pytest.raises(JoinTimeoutError, match=r"Ranks \[1\].*rank 0 entered Join with Counter,"):
                 Join([Counter(collective)], timeout=0.2).__enter__()
-            collective._store.set("done", "")
+            collective._world.store.set("done", "")
         else:
-            collective._store.get("done")  # it is there, and does something else
+            collective._world.store.get("done")  # it is there, and does something else
 
     run_threads(2, enter)
 

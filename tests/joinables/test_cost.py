@@ -193,7 +193,7 @@ def record(rank: int, setup: str, counts: list[int]) -> tuple[list[str], list[st
     import join.collectives as collectives
 
     ddp = DistributedDataParallel(build("norm" if "norm" in setup else "mlp"))
-    recorder = Recorder(ddp.process_group)  # held, or the library would make one of its own
+    recorder = Recorder(ddp.process_group)  # pyright: ignore[reportArgumentType]  # held, or the library would make one of its own
     recorder.log = []
     collectives._of_group[ddp.process_group] = recorder  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

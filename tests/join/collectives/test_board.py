@@ -186,7 +186,7 @@ class Stuck:
 class Unreachable(SingleCollective):
     """One of two ranks, with such a store."""
 
-    world_size = 2  # type: ignore[assignment]
+    world_size = 2
 
     def board(self) -> Board:
         store: Any = Stuck()

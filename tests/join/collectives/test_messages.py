@@ -23,6 +23,7 @@ from join.collectives import messages as module
 from join.collectives.broken import BrokenCollective
 from join.collectives.messages import Mesh, MessageLine, connect, rounds_of
 from tests.ending import Ending
+from tests.meeting import tell, wait_for
 from tests.pool import Pool
 
 
@@ -120,8 +121,8 @@ def killed(rank: int) -> list[tuple[int, ...] | str]:
         except RuntimeError as error:
             found.append(str(error).partition(". ")[0])
     if rank == 0:
-        collective._store.set("looked", "")
-    collective._store.get("looked")
+        tell()
+    wait_for([0])
     return found
 
 

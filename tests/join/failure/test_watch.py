@@ -210,7 +210,7 @@ def test_it_says_that_its_rank_has_left(store: dist.TCPStore, asked: bool) -> No
 class OfThree(SingleCollective):
     """Rank 0 of three."""
 
-    world_size = 3  # type: ignore[assignment]
+    world_size = 3
 
     def __init__(self, store: dist.TCPStore) -> None:
         self._board_of_ranks = store

@@ -12,7 +12,7 @@ from join.protocol.progress import LoopProgress
 class OfTwo(SingleCollective):
     """Rank 0 of two."""
 
-    world_size = 2  # type: ignore[assignment]
+    world_size = 2
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,6 @@ def test_the_axes_hold_the_report() -> None:
 
 def test_one_process_and_no_process(tmp_path: Path) -> None:
     single = SingleCollective()
-    single.setup(0, 1)
     figure = report_of(single, [3]).plot(tmp_path / "one.png")
     assert [text.get_text() for text in figure.axes[0].texts] == ["3", ""]
     empty = report_of(single, [3], enable=False).plot(tmp_path / "none.png")

@@ -394,7 +394,6 @@ def test_wrappers_and_compositions() -> None:
 
 def test_one_process() -> None:
     collective = SingleCollective()
-    collective.setup(0, 1)
     metric = MeanSquaredError()
     with Join([Counter(collective), metric]):
         metric.update(torch.zeros(3), torch.ones(3))

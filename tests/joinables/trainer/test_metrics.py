@@ -49,7 +49,6 @@ def test_the_same_over_any_number_of_ranks(values: list[tuple[float, int]], rank
         return store.reduce(collective)  # type: ignore[arg-type]
 
     single = SingleCollective()
-    single.setup(0, 1)
     expected = reduce(0, 1, single)
     assert expected["min"] == min(value for value, _ in values)
     for found in run_threads(ranks, lambda collective: reduce(collective.rank, ranks, collective)):
@@ -79,7 +78,6 @@ def test_state_goes_on() -> None:
     other.merge(store.state_dict())
     other.record("loss", 4.0, 1)
     single = SingleCollective()
-    single.setup(0, 1)
     assert other.reduce(single) == {"loss": 2.5}
 
 

@@ -293,11 +293,26 @@ def programs(draw: st.DrawFn) -> Program:
     )
 
 
+FOUND = {
+    "a kept gradient under a window that outlasts its block": Program(
+        (Block(PLAIN, (0, 3)), Block(PLAIN, (0, 1))), window=2, initial=True, to_none=False
+    ),
+    "a part that is frozen within a window, in a block that does nothing": Program(
+        (Block(DISABLED, (2, 2)),), window=2, weighted=True, to_none=False, freezes="steps"
+    ),
+}
+
+
 def check(pool: Pool, program: Program) -> None:
     expected = reference(program)
     alone = [train(0, program)] if program.ranks == 1 else []
     for found in [*pool.run(train, program, ranks=program.ranks, timeout=60.0), *alone]:
         assert_same(found, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(pool: Pool, name: str) -> None:
+    check(pool, FOUND[name])
 
 
 @pytest.mark.timeout(600 + 5 * SOAK)

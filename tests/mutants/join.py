@@ -257,7 +257,7 @@ MUTANTS = [
         "join/protocol/channel.py",
         "        if self.step.shadowing:\n",
         "        if False:\n",
-        "tests/join/report/test_report.py::test_a_loop_that_announces_nothing_counts_its_batches",
+        "tests/join/report/test_report.py::test_loops_count_their_batches",
     ),
     Mutant(
         "join/protocol/channel.py",
@@ -488,7 +488,7 @@ MUTANTS = [
         "join/block.py",
         "            steps, shadowed = spent.batches, spent.dummies",
         "            pass",
-        "tests/join/report/test_report.py::test_a_loop_that_announces_nothing_counts_its_batches",
+        "tests/join/report/test_report.py::test_loops_count_their_batches",
     ),
     Mutant(
         "join/block.py",
@@ -499,8 +499,8 @@ MUTANTS = [
     # -- Join ----------------------------------------------------------------------------------------------------------
     Mutant(
         "join/context.py",
-        "            report_failed_entry(self._collective, error)\n",
-        "            pass\n",
+        "                report_failed_entry(collective, error)",
+        "                pass",
         "tests/join/failure/test_training.py::test_a_rank_that_fails_to_enter",
     ),
     Mutant(
@@ -523,8 +523,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/context.py",
-        "self._scope = Scope(members, self._throw, self._timeout, self._weight)",
-        "self._scope = Scope(members, self._throw, self._timeout)",
+        "scope = Scope(members, self._throw, self._timeout, self._weight)",
+        "scope = Scope(members, self._throw, self._timeout)",
         "tests/join/test_context.py::test_what_is_set_in_a_block_ends_with_it",
     ),
     # -- agreement -----------------------------------------------------------------------------------------------------
@@ -793,14 +793,14 @@ MUTANTS = [
     ),
     Mutant(
         "join/collectives/messages.py",
-        "self._combine(pickle.loads(data), self.value)",
-        "self._combine(self.value, pickle.loads(data))",
+        "self._combine(unpacked(data), self.value)",
+        "self._combine(self.value, unpacked(data))",
         "tests/join/collectives/test_line.py::test_gloo",
     ),
     Mutant(
         "join/collectives/messages.py",
-        "exact(number), _plus",
-        "number, _plus",
+        "as_exact(received) + other",
+        "float(as_exact(received)) + other",
         "tests/join/collectives/test_line.py::test_gloo",
     ),
     Mutant(
@@ -826,5 +826,59 @@ MUTANTS = [
         "                if words.get(rank) != word:\n",
         "                if rank not in words:\n",
         "tests/join/collectives/test_store.py::test_ranks_that_are_gone_had_come_alone",
+    ),
+    Mutant(
+        "join/context.py",
+        "            self._loop = loop",
+        "            pass",
+        "tests/join/loop/test_loop.py::test_loops_that_are_made_before_the_first_begins",
+    ),
+    Mutant(
+        "join/context.py",
+        "            if self._scope is not scope:",
+        "            if False:",
+        "tests/join/loop/test_loop.py::test_a_loop_that_begins_after_its_block",
+    ),
+    Mutant(
+        "join/context.py",
+        "return scale_alone(scaled(loss, self._divisor), weight, targets)",
+        "return loss",
+        "tests/join/test_alone.py::test_a_window_in_one_process",
+    ),
+    Mutant(
+        "join/context.py",
+        "scale_alone(scaled(loss, self._divisor), weight",
+        "scale_alone(loss, weight",
+        "tests/join/test_alone.py::test_a_window_in_one_process",
+    ),
+    Mutant(
+        "join/scaling.py",
+        "        if has_stepped or (",
+        "        if False or (",
+        "tests/join/test_alone.py::test_where_a_window_ends",
+    ),
+    Mutant(
+        "join/scaling.py",
+        "if parameter in self._kept:",
+        "if False:",
+        "tests/join/test_alone.py::test_where_a_window_ends",
+    ),
+    Mutant(
+        "join/loop.py",
+        "scaling.window_number = next(WINDOW_NUMBERS)",
+        "scaling.window_number += 1",
+        "tests/joinables/ddp/test_window_over_blocks.py::test_a_window_of_a_loop_is_not_that_of_the_next",
+    ),
+    Mutant(
+        "join/loop.py",
+        "                    if self._is_superseded:",
+        "                    if False:",
+        "tests/join/test_alone.py::test_a_loop_inside_a_loop",
+    ),
+    Mutant(
+        "join/report/__init__.py",
+        "        if not self.counts_steps:",
+        "        if False:",
+        "tests/joinables/test_state_at_end.py::test_a_counter_that_sets_the_learning_rate",
     ),
 ]

@@ -56,8 +56,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "        if channel.step.shadowing:  # SyncBatchNorm's",
-        "        if False:  # SyncBatchNorm's",
+        "        if self.inner.is_kept:\n            self.inner.restore()\n        if not torch.is_grad_enabled():",
+        "        if not torch.is_grad_enabled():",
         "tests/joinables/ddp/test_buffers.py::test_dummies_leave_no_trace_in_statistics_that_each_rank_keeps",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "autograd.gradient_writes(self._parameters) != self._writes_before",
+        "writes_to(parameter.grad for parameter in self._parameters) != self._writes_before",
         "False",
         "tests/join/failure/test_training.py::test_a_backward_inside_the_forward",
     ),
@@ -86,8 +86,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "window.weight = (window.weight or 0.0) + weight",
-        "window.weight = weight",
+        "(window.weight or 0.0) + weight, self._channel.scaling.unit",
+        "weight, self._channel.scaling.unit",
         "tests/joinables/ddp/test_weight.py::test_gradients_that_are_kept",
     ),
     Mutant(
@@ -98,14 +98,14 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "if window is not None and not (was_zeroed or self.last_result.has_no_gradient):",
+        "if window is not None and not self._was_zeroed(window):",
         "if window is not None and not self.last_result.has_no_gradient:",
         "tests/joinables/ddp/test_window_over_blocks.py::test_equals_one_process",
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "self.memory.open_window, self.memory.writes = self.window, ",
-        "_, self.memory.writes = self.window, ",
+        "self.memory.open_window, self.memory.taken_out = self.window, ",
+        "_, self.memory.taken_out = self.window, ",
         "tests/joinables/ddp/test_window_over_blocks.py::test_equals_one_process",
     ),
     Mutant(
@@ -349,7 +349,7 @@ MUTANTS = [
     # -- modules with collectives of their own -------------------------------------------------------------------------
     Mutant(
         "joinables/own_collectives.py",
-        "        broadcast_tensors(self._collective, buffers, source)",
+        "        self._dummy_forward.synchronise(self._collective, source)",
         "        pass",
         "tests/joinables/test_own_collectives.py::test_report_and_statistics",
     ),
@@ -361,8 +361,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/own_collectives.py",
-        "        if self._handles and self._channel.lockstep is None:",
-        "        if False:",
+        "        if self._channel.lockstep is None:\n            refuse_backward_on_dummy(self._module)\n",
+        "",
         "tests/join/failure/test_training.py::test_a_backward_after_the_loop_in_which_its_forward_ran_on_a_dummy",
     ),
     Mutant(
@@ -448,13 +448,13 @@ MUTANTS = [
     # -- wrappers ------------------------------------------------------------------------------------------------------
     Mutant(
         "joinables/wrapped.py",
-        'inner if state is None or state is getattr(inner, "state", None) else None',
-        "inner",
+        'if state is None or state is getattr(each, "state", None)',
+        "if True",
         "tests/joinables/test_state_at_end.py::test_a_wrapper_with_state_of_its_own",
     ),
     Mutant(
         "joinables/wrapped.py",
-        " and inner.state is not optimizer.state:",
+        " and inner.state is not state:",
         ":",
         "tests/joinables/test_wrapped.py::test_an_optimizer_that_shares_its_state_with_the_one_inside",
     ),
@@ -470,5 +470,35 @@ MUTANTS = [
         "if not loss.requires_grad or self._is_reached_from(loss):",
         "if True:",
         "tests/joinables/test_loss_gate.py::test_a_loss_that_reaches_nothing_gives_gradients_of_0",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "            if window.weight is not None and window.unit != unit:",
+        "            if False:",
+        "tests/joinables/ddp/test_window_over_blocks.py::test_equals_one_process",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "            self.last_result.add(-1.0)",
+        "            pass",
+        "tests/joinables/test_random_blocks.py::test_what_was_found",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "return bool(is_written) and self.last_result.gradients_are_zero",
+        "return False",
+        "tests/joinables/ddp/test_window_over_blocks.py::test_a_window_that_is_dropped",
+    ),
+    Mutant(
+        "join/collectives/_torch_private.py",
+        "    with thawed(parameters):\n        return [torch",
+        "    if parameters:\n        return [torch",
+        "tests/joinables/ddp/test_frozen_for_a_backward.py::test_frozen_when_a_block_is_entered",
+    ),
+    Mutant(
+        "joinables/dummy_forward.py",
+        "                self.restore()  # the attempt may have written before it raised\n                self.keep()\n",
+        "",
+        "tests/joinables/test_own_tensors.py::test_a_momentum_encoder",
     ),
 ]

@@ -199,13 +199,13 @@ MUTANTS = [
     # -- launching -----------------------------------------------------------------------------------------------------
     Mutant(
         "joinables/trainer/launch.py",
-        "_OTHERS if is_of_others else _OWN",
-        "_OWN",
+        "blame = _OTHERS if isinstance",
+        "blame = _OWN if isinstance",
         "tests/joinables/trainer/test_launch.py::test_cause_before_its_consequences",
     ),
     Mutant(
         "joinables/trainer/launch.py",
-        "    job.messages.put((rank, True))\n",
+        "    job.messages.put((rank, None))\n",
         "",
         "tests/joinables/trainer/test_launch.py::test_result_of_rank_0",
     ),

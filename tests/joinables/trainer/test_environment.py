@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import pytest
 import torch.distributed as dist
 
+from join.collectives.store import job_of
 from joinables.trainer.launch import Place, detect_environment
 
 TORCHRUN = {
@@ -174,11 +175,11 @@ def test_jobs_of_a_launcher(variables: Mapping[str, str], others: Mapping[str, s
     def job(more: Mapping[str, str]) -> str:
         environment = detect_environment({**variables, **more})
         assert environment is not None
-        return environment.job
+        return job_of(environment.environ, environment.place.world_size)
 
     rank = dict.fromkeys(("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NODEID", "OMPI_COMM_WORLD_RANK"), "0")
     assert job({}) == job({name: value for name, value in rank.items() if name in variables}) != job(others)
-    assert job({}).endswith(f" uid={os.getuid()}")
+    assert job({}).endswith(f" ranks, user {os.getuid()}")
 
 
 @pytest.mark.parametrize(

@@ -266,11 +266,6 @@ class OpenBlock:
             self._fail(failure)  # other ranks may wait for this one
             raise
 
-    @property
-    def _has_looped(self) -> bool:
-        """Whether a loop over ``Join.iterate`` has begun in this block, on all ranks alike."""
-        return self.channel.loops > self._loops
-
     def _fail(self, error: BaseException) -> None:
         """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one."""
         cause, step = self.channel.guard.fail(error), self.channel.step
@@ -306,7 +301,9 @@ class OpenBlock:
             self.channel.synchronise_own(own, self._scope.members, headers.leader)
         for member in self._scope.members:
             member.hook.post_hook(outcome.last)
-        counts_steps = self._has_looped and not (outcome.shadowed or any(end.total_steps for end in ends))
+        counts_steps = self.channel.loops > self._loops and not (
+            outcome.shadowed or any(end.total_steps for end in ends)
+        )
         return lambda: JoinReport(
             tuple(RankReport.of(rank, row[_END.size :]) for rank, row in enumerate(rows)), outcome.even, counts_steps
         )
@@ -318,7 +315,7 @@ class OpenBlock:
         # Announced and shadowed bursts together are equally many on all ranks, so all choose the same member.
         busiest = max(announcing, key=lambda member: sum(member.times) + member.shadowed)
         steps, shadowed = sum(busiest.times), busiest.shadowed
-        if self._has_looped:
+        if self.channel.loops > self._loops:
             steps, shadowed = spent.batches, spent.dummies
         sent, times = (spent.idle, spent.headers, spent.nbytes), tuple(busiest.times)
         return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent, times)

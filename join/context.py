@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -473,18 +474,19 @@ class Join:
             else Iteration(block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks)
         )
 
-        def begin() -> None:
-            if self._scope is not scope:
-                raise JoinError(
-                    "A loop over join.iterate began after its block had ended. Call join.iterate in the block in which"
-                    " the loop runs. [J563]"
-                )
-            if self._loop is not None and self._loop.running:
-                self._loop.leave(superseded=True)
-            self._loop = loop
-
-        loop.on_begin = begin
+        loop.on_begin = partial(self._begin, scope)
         return Batches(loop)
+
+    def _begin(self, scope: Scope, loop: Iteration | LoopAlone) -> None:
+        """Make a loop, which begins now, the current one of its block."""
+        if self._scope is not scope:
+            raise JoinError(
+                "A loop over join.iterate began after its block had ended. Call join.iterate in the block in which the"
+                " loop runs. [J563]"
+            )
+        if self._loop is not None and self._loop.running:
+            self._loop.leave(superseded=True)
+        self._loop = loop
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":

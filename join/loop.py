@@ -157,7 +157,7 @@ class Iteration:
         ValueError: If the dummy batches would count in a listed module.
     """
 
-    on_begin: Callable[[], None]
+    on_begin: Callable[[Iteration], None]
     """Called when the loop begins, before anything is sent; set by the ``Join`` of the loop."""
     _lockstep: Lockstep  # set when the loop begins
     _counts: StepCounts  # set when the loop begins
@@ -292,7 +292,8 @@ class Iteration:
 
     def _begin(self) -> None:
         """Begin the loop and its first round, with all ranks."""
-        self.on_begin()
+        self.on_begin(self)
+        del self.on_begin  # which refers to the Join, which refers to this loop
         channel, options = self._channel, self._options
         lockstep = self._lockstep = channel.begin_loop()
         self._phase = _Phase.RUNNING
@@ -760,7 +761,8 @@ def emptied(batch: Any) -> Any:
 
 
 def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return copied(tensor[:0] if tensor.dim() else tensor)
+    rows = tensor[:0] if tensor.dim() else tensor  # a mere slice would keep the storage of the tensor
+    return rows.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -783,7 +785,7 @@ class LoopAlone:
         world_size: The number of ranks, which are assumed to have the same numbers of batches.
     """
 
-    on_begin: Callable[[], None]
+    on_begin: Callable[[LoopAlone], None]
     """Called when the loop begins; set by the ``Join`` of the loop."""
 
     def __init__(self, loader: Iterable[Any], options: Options, world_size: int) -> None:
@@ -806,7 +808,8 @@ class LoopAlone:
 
     def batches(self) -> Generator[Any]:
         """Yield the batches."""
-        self.on_begin()
+        self.on_begin(self)
+        del self.on_begin  # which refers to the Join, which refers to this loop
         ahead, number, window = self.ahead, 0, self._window
         size = window if isinstance(window, int) else max(ahead.read(sys.maxsize), 1)
         try:

@@ -52,7 +52,9 @@ def job_of(environ: Mapping[str, str], world_size: int) -> str:
     if "RANK" not in environ:  # otherwise each node may have a step of its own
         names.append("SLURM_STEP_ID")
     known = [f"{name}={environ[name]}" for name in names if name in environ]
-    return ", ".join([*known, f"{world_size} ranks", f"user {os.getuid()}"])
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):  # an agent may start another number of ranks again
+        known.append(f"{world_size} ranks")
+    return ", ".join([*known, f"user {os.getuid()}"])
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:

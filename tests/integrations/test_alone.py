@@ -43,6 +43,7 @@ def test_accelerate_under_a_launcher_without_gpus() -> None:
 
 
 def test_transformers_in_one_process() -> None:
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
     pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
     from joinables.integrations.transformers import JoinTrainerMixin
 

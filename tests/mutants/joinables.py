@@ -497,7 +497,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/dummy_forward.py",
-        "                self.restore()  # the attempt may have written before it raised\n                self.keep()\n",
+        "                self.restore()  # the attempt may have written before it raised\n",
         "",
         "tests/joinables/test_own_tensors.py::test_a_momentum_encoder",
     ),

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from join.collectives import store as module
-from join.collectives.store import fresh_store, host_of, local_store
+from join.collectives.store import fresh_store, host_of, job_of, local_store
 
 
 def client(server: dist.TCPStore) -> dist.TCPStore:
@@ -46,7 +45,8 @@ def meet(server: dist.TCPStore, ranks: int, late: int = 0) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_one_launch_after_the_other(server: dist.TCPStore, late: int) -> None:
+def test_one_launch_after_the_other(server: dist.TCPStore, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for ranks in (3, 3, 1, 2, 3, 4):
         meet(server, ranks, late)
 
@@ -73,7 +73,9 @@ def test_a_rank_of_another_job_is_refused(server: dist.TCPStore, monkeypatch: py
     lead.start()
     client(server).get("job")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs\x1b")
-    with pytest.raises(RuntimeError, match=r"Rank 1 of a job \(TORCHELASTIC_RUN_ID=theirs.*ID=ours, user \d+\).*J572"):
+    with pytest.raises(
+        RuntimeError, match=r"Rank 1 of a job \(TORCHELASTIC_RUN_ID=theirs.*ID=ours, 2 ranks, user \d+\).*J572"
+    ):
         fresh_store(client(server), 1, 2)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ours")
     fresh_store(client(server), 1, 2)
@@ -82,16 +84,9 @@ def test_a_rank_of_another_job_is_refused(server: dist.TCPStore, monkeypatch: py
 
 
 @pytest.mark.parametrize(("by_hand", "same"), [(False, False), (True, True)])
-def test_steps_of_slurm_are_jobs_unless_ranks_are_set_by_hand(
-    monkeypatch: pytest.MonkeyPatch, by_hand: bool, same: bool
-) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("RANK", "0") if by_hand else monkeypatch.delenv("RANK", raising=False)
-    jobs: set[str] = set()
-    for step in ("0", "1"):
-        monkeypatch.setenv("SLURM_STEP_ID", step)
-        jobs.add(module._job())
+def test_steps_of_slurm_are_jobs_unless_ranks_are_set_by_hand(by_hand: bool, same: bool) -> None:
+    rank = {"RANK": "0"} if by_hand else {}
+    jobs = {job_of({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": step, **rank}, 2) for step in ("0", "1")}
     assert (len(jobs) == 1) == same and all("SLURM_JOB_ID=7" in job for job in jobs)
 
 

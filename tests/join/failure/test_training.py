@@ -567,7 +567,7 @@ def failing_between(rank: int) -> str:
     return "fine"
 
 
-def interrupted(*_: Any) -> None:
+def interrupted(*_: Any, **__: Any) -> None:
     raise KeyError("amid entering")
 
 

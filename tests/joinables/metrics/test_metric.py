@@ -19,11 +19,11 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 from torchmetrics.regression import PearsonCorrCoef
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 
-import joinables
 from join import Join
 from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.registry import joinables_of
 from joinables.metrics import MetricAtEnd
+from joinables.state import ModuleState
 from tests.join.counter import Counter
 from tests.models import batch, build
 from tests.pool import Pool
@@ -438,7 +438,7 @@ def test_ranks_that_hold_different_metrics() -> None:
 def test_only_metrics_are_taken_for_metrics() -> None:
     assert [type(each) for each in joinables_of(SumMetric())] == [MetricAtEnd]
     assert [type(each) for each in joinables_of(MetricCollection([SumMetric()]))] == [MetricAtEnd]
-    assert [type(each) for each in joinables_of(torch.nn.ModuleList([SumMetric()]))] == [joinables.State]
+    assert [type(each) for each in joinables_of(torch.nn.ModuleList([SumMetric()]))] == [ModuleState]
 
 
 @pytest.mark.parametrize("of_others", [0, 1])

@@ -47,7 +47,7 @@ def check_same(
 
     Args:
         collective: The ranks.
-        name: The name of the block or loop, for the error text; without arguments, what this rank is doing.
+        name: The name of the block or loop, for the error text; without arguments, the activity of this rank.
         parts: The arguments of this rank, as texts.
         wait: Waits for the all-reduce; called with the work and a text that says what this rank is doing.
         length: The number of batches of this rank, if it is known.
@@ -89,7 +89,7 @@ def start_check(
 
 
 def _raise_not_same(collective: Collective, name: str, parts: Sequence[str], values: Values) -> None:
-    """Find what is behind digests that differ, and raise an error that names it. Values may differ by rounding."""
+    """Find the difference behind digests, and raise an error that names it. Values may differ by rounding."""
     by_rank: list[list[str]] = collective.all_gather_object(list(parts), plain=True)
     if all(theirs == by_rank[0] for theirs in by_rank):
         return raise_difference(collective, values)

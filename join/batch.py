@@ -74,7 +74,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
     """Return a copy of ``batch`` in which ``function(tensor)`` replaces each tensor.
 
     Raises:
-        TypeError: If a container cannot be built with other tensors.
+        TypeError: If a container cannot be built with new tensors.
     """
 
     def map_leaf(leaf: Any) -> Any:
@@ -132,7 +132,7 @@ def _rebuilt(container: Any, items: list[tuple[Any, Any]], mapped: dict[int, Any
     except Exception as error:
         problem = described(error)
     raise TypeError(
-        f"A {type(container).__name__} in a batch cannot be built again with other tensors ({problem}). Put tensors"
+        f"A {type(container).__name__} in a batch cannot be built again with new tensors ({problem}). Put tensors"
         " into lists, tuples, dicts or dataclasses, or pass join.iterate(..., dummy=function) with a function that"
         " makes a dummy batch. [J555]"
     )

@@ -32,7 +32,7 @@ def replacing(path: Path, mode: int = 0o666, *, survives: bool = False) -> Gener
     """Return the context of a new file that replaces ``path`` at the end, unless the body raises.
 
     Args:
-        path: The file. If it is a link, the link is replaced, and the file to which it leads stays.
+        path: The file. If it is a link, the link is replaced, and its target stays.
         mode: The permissions of the file, before the umask.
         survives: Whether the file is on the disk at the end of the context, even if the machine loses its power.
 

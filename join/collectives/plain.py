@@ -36,7 +36,7 @@ def from_json(data: bytes | bytearray) -> Any:
 
 
 def packed(value: Any) -> bytes:
-    """Return an integer that is not negative, bytes, or another value for :func:`as_json`, as bytes for a message."""
+    """Return an integer that is not negative, bytes, or a value for :func:`as_json`, as bytes for a message."""
     if isinstance(value, int) and value >= 0:
         return b"n" + value.to_bytes(value.bit_length() // 8 + 1, "little")
     return b"b" + value if isinstance(value, bytes) else b"j" + as_json(value)

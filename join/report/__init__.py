@@ -30,7 +30,7 @@ class JoinReport:
         """Number of steps of the loops over ``Join.iterate`` in the block, which all ranks made.
 
         Raises:
-            JoinError: If the block had a loop of another kind, which may run any number of backwards in a step.
+            JoinError: If the block had a plain loop, which may run any number of backwards in a step.
         """
         if not self.counts_steps:
             raise JoinError(

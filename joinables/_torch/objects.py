@@ -147,7 +147,7 @@ def broadcast_shards(optimizer: ZeroRedundancyOptimizer) -> None:
 
 
 def fsdp1_groups(module: Any) -> list[Any]:
-    """Return the process group that shares the parameters of an FSDP1 module, and that of its replicas, if it has any.
+    """Return the process group that shares the parameters of an FSDP1 module, and the group of its replicas, if any.
 
     Replaces the public ``process_group``, which consists of one replica's ranks.
     """

@@ -111,9 +111,9 @@ def sync_buffers(ddp: DistributedDataParallel, source: int) -> None:
 
 @torch.no_grad()
 def set_tensors(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Set buffers and parameters to other values in place.
+    """Set buffers and parameters to new values in place.
 
-    A buffer that has another shape now, such as a cache of masks that a forward has enlarged, is replaced. The version
+    A buffer whose shape has changed, such as a cache of masks that a forward has enlarged, is replaced. The version
     counters of tensors are preserved because autograd may have saved them.
     """
     held = dict(module.named_parameters()) | dict(module.named_buffers())

@@ -830,13 +830,13 @@ MUTANTS = [
     Mutant(
         "join/context.py",
         "        self._loop = loop",
-        "            pass",
+        "        pass",
         "tests/join/loop/test_loop.py::test_loops_that_are_made_before_the_first_begins",
     ),
     Mutant(
         "join/context.py",
         "        if self._scope is not scope:",
-        "            if False:",
+        "        if False:",
         "tests/join/loop/test_loop.py::test_a_loop_that_begins_after_its_block",
     ),
     Mutant(

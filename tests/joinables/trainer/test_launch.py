@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from torch.utils.data import DataLoader
 import join
 from join import PeerError
 from join.collectives.broken import BrokenCollective
+from join.collectives.store import local_store
 from join.files import temporary_folder
 from joinables.trainer import launch as module
 from joinables.trainer.launch import (
@@ -499,6 +501,21 @@ def test_no_fork_with_a_process_group() -> None:
     try:
         with pytest.raises(LaunchError, match="would copy the process group of this process"):
             local().launch(ranks_met, 1.0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_existing_process_group_is_used() -> None:
+    agent = local_store()
+    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with mock.patch.dict(os.environ, {**told, **address}):
+            with pytest.raises(LaunchError, match=r"backend .*:gloo\) contradicts the launch \(.*, backend .*:nccl"):
+                Launcher(1, backend="nccl").launch(dist.get_backend)
+            assert Launcher(1).launch(dist.get_backend) == "gloo"
+        assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
 

@@ -23,7 +23,7 @@ Sharded parameters change on dummies too, because the other ranks change their s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
 from contextlib import suppress
 from typing import Any, NoReturn
 from zlib import crc32
@@ -55,17 +55,15 @@ class DummyForward:
     Args:
         module: The module.
         channel: The block's channel.
-        not_whole: The parameters that are not own tensors.
+        not_whole: The names of the parameters that are not own tensors.
         compares: Whether own tensors may differ between ranks. They are copied when a loop ends if they were equal when
             it began. If ``False``, the engine or the user takes care of buffers, and frozen parameters are copied if a
             dummy changed them.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, channel: Channel, not_whole: Iterable[torch.Tensor], *, compares: bool
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, channel: Channel, not_whole: Set[str], *, compares: bool) -> None:
         self._module, self._channel, self._compares = module, channel, compares
-        self._not_whole = set(map(id, not_whole))
+        self._not_whole = not_whole
         # Layers that compute with the samples of all ranks. Samples that replace an empty dummy would count there. The
         # layers' buffers stay equal on all ranks, as they change on dummies too.
         self._norms = synchronised_norms(module)
@@ -129,7 +127,7 @@ class DummyForward:
         for name, each in self._module.named_parameters():
             if each.requires_grad:
                 trained += each.nbytes
-            elif id(each) not in self._not_whole and is_plain(each):
+            elif name not in self._not_whole and is_plain(each):
                 frozen[name], trained = each, trained - each.nbytes
         for name, each in self._module.named_buffers():
             if name.rpartition(".")[0] not in self._norms:
@@ -255,10 +253,10 @@ class InnerForward(DummyForward, Uncopied):
     Args:
         module: The module.
         channel: The block's channel.
-        not_whole: The parameters that are not own tensors.
+        not_whole: The names of the parameters that are not own tensors.
     """
 
-    def __init__(self, module: torch.nn.Module, channel: Channel, not_whole: Iterable[torch.Tensor]) -> None:
+    def __init__(self, module: torch.nn.Module, channel: Channel, not_whole: Set[str]) -> None:
         super().__init__(module, channel, not_whole, compares=False)
         self.original = module.forward
         self._refuses_empty = False  # whether the module cannot take an empty batch

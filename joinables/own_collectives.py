@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
@@ -68,13 +69,15 @@ class ShardedModule(Announcing):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        # FSDP1 shards parameters that look like plain ones.
-        not_whole = self._module.parameters() if any(map(is_fsdp1, self._module.modules())) else ()
+        # By name, since a module that has not been sharded again after its forward has other, plain parameters.
+        parts = cast("Iterator[tuple[str, torch.nn.Module]]", self._module.named_modules())
+        sharded = [(name, part) for name, part in parts if _is_sharded_itself(part)]
+        not_whole = {name for prefix, part in sharded for name, _ in part.named_parameters(prefix)}
         self._dummy_forward = DummyForward(self._module, join.channel, not_whole, compares=True)
         hooks = self._check, self._before, self._after, self._reach_all
         check, before, after, reach = [cast("Any", ModuleHook(run_uncompiled, hook)) for hook in hooks]
-        parts = [part for part in self._module.modules() if part is not self._module and _is_sharded_itself(part)]
-        self._handles = [part.register_forward_pre_hook(check, prepend=True) for part in parts]
+        inside = [part for _, part in sharded if part is not self._module]
+        self._handles = [part.register_forward_pre_hook(check, prepend=True) for part in inside]
         self._handles.append(self._module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(self._module.register_forward_hook(after))
         self._handles += [norm.register_forward_hook(reach) for norm in self._norms.values()]

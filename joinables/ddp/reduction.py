@@ -439,7 +439,7 @@ class Forwards:
         self._may_run_backward_inside = True
         self._param_sync = ddp.require_forward_param_sync
         reducer.suppress_buffer_sync(ddp)
-        self.inner = InnerForward(inner, channel, reducer.parameters_of_each_rank(ddp))
+        self.inner = InnerForward(inner, channel, cast("set[str]", ddp.parameters_to_ignore))
         """The forward of the module inside, and its tensors that dummies leave unchanged."""
         self._direct_call_hook = inner.register_forward_pre_hook(ModuleHook(run_uncompiled, self._before_inner))
         # The user's hooks run between these two.

@@ -256,6 +256,14 @@ FOUND = {
         loop=Loop(iterate="empty"),
         step=Step(accumulate=2),
     ),
+    "frozen parameters of a module that is not sharded again after its forward": Case(
+        Model(Recipe((("frozen", ("batch norm",)),)), synchronised=True),
+        Shards(units=()),
+        optimizer=Optimizer("sgd"),
+        data=Data(((0, 2),)),
+        loop=Loop(iterate="empty"),
+        step=Step(evaluates=True),
+    ),
     "a kept gradient of a path that nobody takes, in a bucket": Case(
         Model(BRANCHES),
         DDP({"find_unused_parameters": True, "gradient_as_bucket_view": True}),

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -280,6 +280,8 @@ def programs(draw: st.DrawFn) -> Program:
             counts = [max(counts) if draw(st.booleans()) else 0 for _ in counts]
         blocks.append(Block(kind, tuple(counts), draw(st.integers(1, 2)) if kind == LOCKSTEP else 1))
     freezes = draw(st.sampled_from(["", "steps", "blocks"]))
+    # DDP alone raises if zero_grad has dropped a window in which it found a parameter used.
+    assume(not freezes or DISABLED not in [block.kind for block in blocks[1:]])
     return Program(
         tuple(blocks),
         window,

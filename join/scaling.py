@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from join.batch import Step
 from join.collectives._torch_private import (
@@ -29,6 +30,7 @@ from join.collectives._torch_private import (
     accumulators,
     after_backward,
     are_zero,
+    backward_under_way,
     on_gradient,
     will_run,
     writes_to,
@@ -169,15 +171,16 @@ class WindowAlone:
     """Accumulation window of a listed object in plain blocks that do nothing: ``enable=False``, or a single process.
 
     Before each backward, the gradients of earlier backwards are multiplied so that together they become the weighted
-    mean. A window ends with a backward that DDP reduces, with a step, which writes to parameters, and with
-    ``zero_grad``.
+    mean. A window ends with a backward that DDP reduces, with a step, and with ``zero_grad``.
     """
 
     def __init__(self) -> None:
-        self._weight = 0.0  # of the backwards
+        self.weight = 0.0
+        """The sum of the weights of the backwards."""
+        self.parameters: Sequence[torch.Tensor] = ()
+        """The parameters, frozen or not, at the last backward."""
         self._kept: dict[torch.Tensor, torch.Tensor] = {}  # the gradients from before the window, by parameter
-        self._steps: dict[int, tuple[int, int]] = {}  # the writes to each parameter by the end of the last backward
-        self._writes: Writes = []  # the writes to each gradient by then
+        self._writes: Writes = []  # the writes to each gradient by the end of the last backward
 
     @torch.no_grad()
     def add(self, weight: float, parameters: Sequence[torch.Tensor], *, is_reduced: bool) -> float:
@@ -188,29 +191,45 @@ class WindowAlone:
             parameters: The parameters, frozen or not.
             is_reduced: Whether DDP reduces the gradients at the end of the backward.
         """
+        self.parameters = parameters
         held = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-        trained = [parameter for parameter in parameters if parameter.requires_grad]  # a forward may write to others
-        has_stepped = any(self._steps.get(key, writes) != writes for key, writes in writes_to(trained))
-        if has_stepped or (writes_to(held.values()) != self._writes and are_zero(held.values())):
-            self._weight = 0.0
-        if not self._weight:
+        if writes_to(held.values()) != self._writes and are_zero(held.values()):
+            self.weight = 0.0
+        if not self.weight:
             self._kept = {} if are_zero(held.values()) else {each: grad.clone() for each, grad in held.items()}
-        before, self._weight = self._weight, self._weight + weight
-        share = weight / self._weight if weight else 0.0
+        before, self.weight = self.weight, self.weight + weight
+        share = weight / self.weight if weight else 0.0
         for parameter, gradient in held.items() if before and weight else ():
             gradient.mul_(1 - share)
             if parameter in self._kept:
                 gradient.add_(self._kept[parameter], alpha=share)
-        after_backward(partial(self._end_backward, parameters, is_reduced=is_reduced))
+        after_backward(partial(self._end_backward, is_reduced=is_reduced))
         return share
 
-    def _end_backward(self, parameters: Sequence[torch.Tensor], *, is_reduced: bool) -> None:
-        self._steps, self._writes = dict(writes_to(parameters)), writes_to(each.grad for each in parameters)
+    def _end_backward(self, *, is_reduced: bool) -> None:
+        self._writes = writes_to(parameter.grad for parameter in self.parameters)
         if is_reduced:
-            self._weight = 0.0
+            self.weight = 0.0
 
 
 _alone: WeakKeyDictionary[Any, WindowAlone] = WeakKeyDictionary()  # by module or optimizer: windows outlast blocks
+_step_hook: list[Any] = []
+_shares: dict[int, float] = {}  # of the last backward, by its number: a backward may begin at several scaled losses
+
+
+def _end_windows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for window in _alone.values():
+        if not stepped.isdisjoint(map(id, window.parameters)):
+            window.weight = 0.0
+
+
+def _refuse_reentrant(parameters: Sequence[torch.Tensor], before: Writes) -> None:
+    if writes_to(parameter.grad for parameter in parameters) != before:
+        raise JoinError(
+            "A scaled loss is behind a reentrant checkpoint, in a block with enable=False or in a single process. Pass"
+            " use_reentrant=False to torch.utils.checkpoint. [J565]"
+        )
 
 
 def scale_alone(loss: L, weight: float, targets: Iterable[Any]) -> L:
@@ -223,6 +242,8 @@ def scale_alone(loss: L, weight: float, targets: Iterable[Any]) -> L:
     """
 
     def begin_backward(gradient: torch.Tensor) -> torch.Tensor:
+        if (number := backward_under_way()) in _shares:
+            return gradient * _shares[number]
         windows: list[tuple[WindowAlone, Sequence[torch.Tensor], bool]] = []
         seen: set[torch.Tensor] = set()  # an optimizer holds parameters of modules
         for target in targets:
@@ -234,18 +255,27 @@ def scale_alone(loss: L, weight: float, targets: Iterable[Any]) -> L:
                 seen.update(own)
                 is_reduced = getattr(target, "require_backward_grad_sync", False)
                 windows.append((_alone.setdefault(target, WindowAlone()), own, is_reduced))
-        reached = [window for window in windows if any(map(will_run, accumulators(window[1])))]
-        # Behind reentrant checkpoints, no parameter is seen at the beginning of the backward.
-        added = reached or windows
-        shares = {window.add(weight, own, is_reduced=reduced) for window, own, reduced in added}
+        try:
+            reached = [window for window in windows if any(map(will_run, accumulators(window[1])))]
+        except RuntimeError:  # torch.autograd.grad computes the gradient of one of the parameters
+            return gradient
+        if not reached:  # this is torch.autograd.grad, too, or the parameters are behind reentrant checkpoints
+            parameters = [each for _, own, _ in windows for each in own]
+            after_backward(partial(_refuse_reentrant, parameters, writes_to(each.grad for each in parameters)))
+            return gradient
+        shares = {window.add(weight, own, is_reduced=reduced) for window, own, reduced in reached}
         if len(shares) > 1:
             raise JoinError(
                 "A scaled loss reached several modules whose accumulation windows have different weights so far, in a"
                 " block with enable=False or in a single process. Loop over join.iterate(loader, window=k), or call"
                 " zero_grad() on each module at the beginning of its window. [J564]"
             )
-        return gradient * shares.pop() if shares else gradient
+        _shares.clear()
+        _shares[number] = shares.pop()
+        return gradient * _shares[number]
 
+    if not _step_hook:  # which stays, since windows outlast blocks, and only ends windows
+        _step_hook.append(register_optimizer_step_post_hook(_end_windows))
     result = scaled(loss, float(weight > 0))
     if isinstance(result, torch.Tensor) and result.requires_grad:
         on_gradient(result, begin_backward)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from numbers import Integral, Real
 from typing import Any, Protocol, cast
 
 import torch
@@ -312,8 +313,9 @@ def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
     for path, leaf in flattened(tree):
         is_read = isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and (leaf.is_cpu or not on_cpu)
         value = leaf.item() if is_read else leaf
-        if isinstance(value, (bool, int, float, complex, str)):
-            values[pytree.keystr(path)] = float(value) if isinstance(value, float) else value  # also a numpy.float64
+        if isinstance(value, (Real, complex, str)):  # also a number of numpy
+            is_rounded = isinstance(value, Real) and not isinstance(value, Integral)
+            values[pytree.keystr(path)] = float(cast("float", value)) if is_rounded else value
     return values
 
 

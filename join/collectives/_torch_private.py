@@ -78,6 +78,9 @@ def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
         return [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
 
 
+backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward pass that runs on this thread, or -1. Replaces a public query."""
+
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the current backward pass runs an accumulator; ``torch.autograd.grad`` runs none.
 

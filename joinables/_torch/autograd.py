@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 
-from join.collectives._torch_private import after_backward
-
-backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward pass that runs on this thread, or -1. Replaces a public query."""
+from join.collectives._torch_private import after_backward, backward_under_way
 
 
 def in_backward() -> bool:

@@ -94,8 +94,8 @@ def test_a_loss_behind_a_reentrant_checkpoint() -> None:
     with Join([model]) as join:
         for step in range(3):
             join.weight, x = WEIGHTS[step], batch(step).requires_grad_()
-            join.scale(checkpoint(model, x, use_reentrant=True).mean()).backward()
-    check(model, expected(range(3)))
+            with pytest.raises(JoinError, match="J565"):
+                join.scale(checkpoint(model, x, use_reentrant=True).mean()).backward()
 
 
 def test_modules_whose_windows_have_other_weights() -> None:
@@ -124,3 +124,51 @@ def test_a_join_that_was_built_before_the_process_group(pool: Pool) -> None:
     """What a block does is decided when it is entered."""
     for text in pool.run(built_early, Join([net()]), ranks=2):
         assert "lists no object that communicates" in text
+
+
+class Forced(torch.nn.Linear):
+    """A forward that writes to the weight, which is no step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.copy_(self.weight / self.weight.norm())
+        return super().forward(x)
+
+
+def test_a_forward_that_writes_to_parameters() -> None:
+    model = Forced(3, 1).double()
+    with Join([model]) as join:
+        accumulate(model, join, range(3))
+    check(model, expected(range(3)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_without_zero_grad(fused: bool) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    with Join([model, optimizer]) as join:
+        accumulate(model, join, range(2))
+        optimizer.step()
+        accumulate(model, join, range(2, 4))
+    check(model, expected(range(2)) + expected(range(2, 4)))
+
+
+def test_two_losses_in_one_backward() -> None:
+    model = net()
+    with Join([model]) as join:
+        for step in range(3):
+            join.weight = WEIGHTS[step]
+            (join.scale(model(batch(step)).mean()) + join.scale(model(batch(step)).mean())).backward()
+    check(model, 2 * expected(range(3)))
+
+
+def test_gradients_that_are_computed_alone_do_not_count() -> None:
+    model = net()
+    with Join([model]) as join:
+        for step in range(3):
+            join.weight, x = WEIGHTS[step], batch(step).requires_grad_()
+            loss = join.scale(model(x).mean())
+            torch.autograd.grad(loss, x, retain_graph=True)
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            loss.backward()
+    check(model, expected(range(3)))

@@ -23,9 +23,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from numbers import Integral, Real
 from typing import Any, Protocol, cast
+from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from join import Join, Joinable, JoinError
@@ -246,23 +248,44 @@ class State(Silent):
 class ModuleState(State):
     """Adapter of a module that is not trained, such as an EMA copy, or that another listed module contains."""
 
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self._unreduced = set[int]()  # the ids of its parameters that no listed object reduces
+
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
         """Refuse a module that a listed optimizer trains, if no listed object can reduce its gradients."""
         # ZeRO's step communicates, but does not reduce gradients. A joinable of the user may reduce any gradients.
         reducers = [each for each in listed if each.communicates and type(each).__module__ != "joinables.zero"]
-        if not all(isinstance(each.join_target, torch.nn.Module) for each in reducers):
+        if not (listed and all(isinstance(each.join_target, torch.nn.Module) for each in reducers)):
             return {}
         reduced = {id(parameter) for each in reducers for parameter in each.join_target.parameters()}
-        own = {id(parameter) for parameter in self._target.parameters() if parameter.requires_grad} - reduced
+        self._unreduced = {id(p) for p in self._target.parameters() if p.requires_grad} - reduced
         for each in listed:
-            if any(id(p) in own for group in getattr(each.join_target, "param_groups", ()) for p in group["params"]):
-                raise ValueError(
-                    f"{each.join_name} trains {self.join_name}, but nothing in the list reduces the gradients of this"
-                    " module. List the DistributedDataParallel module around it. If your loop reduces its gradients,"
-                    " remove it from the list, loop over join.iterate, and call join.scale(loss). [J546]"
-                )
+            self._refuse_if_trained_by(each.join_target, each.join_name)
         return {}
+
+    @override
+    def attach(self, join: Join) -> None:
+        super().attach(join)
+        self._others = WeakSet[torch.optim.Optimizer]()  # that train other modules
+        if self._unreduced:
+            self._handles = [register_optimizer_step_pre_hook(self._check_step)]
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse a step of an optimizer that is not listed, and trains this module."""
+        if optimizer not in self._others:
+            self._refuse_if_trained_by(optimizer, type(optimizer).__name__)
+            self._others.add(optimizer)
+
+    def _refuse_if_trained_by(self, optimizer: Any, name: str) -> None:
+        groups = getattr(optimizer, "param_groups", ())
+        if any(id(parameter) in self._unreduced for group in groups for parameter in group["params"]):
+            raise ValueError(
+                f"{name} trains {self.join_name}, but nothing in the list reduces the gradients of this module. List"
+                " the DistributedDataParallel module around it. If your loop reduces its gradients, remove it from the"
+                " list, loop over join.iterate, and call join.scale(loss). [J546]"
+            )
 
     @override
     def own_tensors(self) -> Sequence[torch.Tensor]:

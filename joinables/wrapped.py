@@ -15,6 +15,7 @@ their attributes rather than their classes, so that no framework is imported::
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -54,7 +55,14 @@ def _inner(obj: Any) -> Any:
     if hasattr(obj, "param_groups"):  # a scheduler has none
         state = getattr(obj, "state", None)
         held = [getattr(obj, name, None) for name in ("optimizer", "optim", "base_optimizer", "_optimizer")]
-        inner = [each for each in held if isinstance(each, torch.optim.Optimizer)]
+        inner = [each for each in held if isinstance(each, torch.optim.Optimizer) and not _has_more_state(obj, each)]
         return next((each for each in inner if state is None or state is getattr(each, "state", None)), None)
     inner = None if isinstance(obj, torch.optim.lr_scheduler.LRScheduler) else getattr(obj, "scheduler", None)
     return inner if isinstance(inner, torch.optim.lr_scheduler.LRScheduler) else None
+
+
+def _has_more_state(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+    """Return whether the ``state_dict`` of a wrapper, if it has one, has other entries than that of the optimizer."""
+    with suppress(Exception):  # some wrappers have a state only after they are set up
+        return wrapper.state_dict().keys() != inner.state_dict().keys()
+    return False

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
+from tests.ending import Ending
 from tests.joinables.summer import Summer
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
@@ -165,6 +166,26 @@ def lists_a_module(rank: int, kind: str) -> str:
 def test_modules_that_are_trained_need_an_engine(pool: Pool, kind: str, told: str, ranks: int) -> None:
     for text in pool.run(lists_a_module, kind, ranks=ranks):
         assert re.match(told if ranks > 1 or kind == "replicate" else "entered", text)
+
+
+def steps_unlisted(rank: int, copies: bool) -> str:
+    """An optimizer that is not listed trains a listed module; or only a module that is reduced, beside its copy."""
+    ddp, other = DistributedDataParallel(build("norm")), build("norm")
+    optimizer = torch.optim.SGD((ddp if copies else other).parameters(), lr=0.1)
+    try:
+        with Join([ddp, other]):
+            for step in range(rank):
+                (ddp(batch(rank, 0, step)[0]).sum() + other(batch(rank, 0, step)[0]).sum()).backward()
+                optimizer.step()
+    except (ValueError, JoinError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_listed_module_that_an_optimizer_outside_the_list_trains(ending: Ending, copies: bool) -> None:
+    for text in ending.run(steps_unlisted, copies):
+        assert text == "fine" if copies else "SGD trains Norm, but nothing in the list reduces" in text
 
 
 class Broken:

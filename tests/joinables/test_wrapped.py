@@ -151,3 +151,42 @@ def test_an_optimizer_that_shares_its_state_with_the_one_inside() -> None:
     assert not holds_optimizers(Delegating(sgd, shares=True))
     with pytest.raises(TypeError, match=r"Delegating contains a SGD in \.inner"):
         holds_optimizers(Delegating(sgd, shares=False))
+
+
+class Counting:
+    """A wrapper that sets learning rates by a counter of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.steps = optimizer, 0
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        self.steps += 1
+        self.param_groups[0]["lr"] = 0.1 / self.steps
+        self.optimizer.step()
+
+    def state_dict(self) -> Any:
+        return {"steps": self.steps, "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps = state["steps"]
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def count_steps(rank: int) -> int:
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = Counting(torch.optim.Adam(ddp.parameters()))
+    with Join([ddp, optimizer]):
+        for step in range(3 * (1 - rank)):
+            x, y = batch(rank, 0, step)
+            optimizer.optimizer.zero_grad()
+            ((ddp(x) - y) ** 2).mean().backward()
+            optimizer.step()
+    return optimizer.steps
+
+
+def test_a_wrapper_with_more_state_than_the_optimizer_inside(pool: Pool) -> None:
+    assert pool.run(count_steps, ranks=2) == [3, 3]

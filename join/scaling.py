@@ -192,6 +192,8 @@ class WindowAlone:
             is_reduced: Whether DDP reduces the gradients at the end of the backward.
         """
         self.parameters = parameters
+        if not _step_hook:
+            _step_hook.append(register_optimizer_step_post_hook(_end_windows))
         held = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         if writes_to(held.values()) != self._writes and are_zero(held.values()):
             self.weight = 0.0
@@ -210,10 +212,11 @@ class WindowAlone:
         self._writes = writes_to(parameter.grad for parameter in self.parameters)
         if is_reduced:
             self.weight = 0.0
+            _release_hook()
 
 
 _alone: WeakKeyDictionary[Any, WindowAlone] = WeakKeyDictionary()  # by module or optimizer: windows outlast blocks
-_step_hook: list[Any] = []
+_step_hook: list[Any] = []  # the handle of a hook on all optimizers, while a window is open
 _shares: dict[int, float] = {}  # of the last backward, by its number: a backward may begin at several scaled losses
 
 
@@ -222,6 +225,12 @@ def _end_windows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for window in _alone.values():
         if not stepped.isdisjoint(map(id, window.parameters)):
             window.weight = 0.0
+    _release_hook()
+
+
+def _release_hook() -> None:
+    if _step_hook and not any(window.weight for window in _alone.values()):
+        _step_hook.pop().remove()
 
 
 def _refuse_reentrant(parameters: Sequence[torch.Tensor], before: Writes) -> None:
@@ -274,8 +283,6 @@ def scale_alone(loss: L, weight: float, targets: Iterable[Any]) -> L:
         _shares[number] = shares.pop()
         return gradient * _shares[number]
 
-    if not _step_hook:  # which stays, since windows outlast blocks, and only ends windows
-        _step_hook.append(register_optimizer_step_post_hook(_end_windows))
     result = scaled(loss, float(weight > 0))
     if isinstance(result, torch.Tensor) and result.requires_grad:
         on_gradient(result, begin_backward)

@@ -38,6 +38,7 @@ class Shards:
     reshard: bool | None = None
     units: tuple[str, ...] = ("Linear",)  # classes of parts that are sharded before the whole, inner ones first
     syncs: str = "reduces when it steps"
+    divides: bool = True  # gradients by the number of ranks, or not at all
 
 
 @dataclass(frozen=True)

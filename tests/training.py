@@ -141,7 +141,12 @@ def shard(model: Model | None = None, shards: Shards | None = None) -> Any:
         for part in reversed(list(module.modules())):
             if unit in [kind.__name__ for kind in type(part).__mro__]:
                 fully_shard(part, mesh=mesh, reshard_after_forward=shards.reshard)
-    return fully_shard(module, mesh=mesh, reshard_after_forward=shards.reshard)
+    sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=shards.reshard)
+    for part in sharded.modules() if not shards.divides else ():
+        if hasattr(part, "set_gradient_divide_factor"):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+    return sharded
 
 
 def whole(tree: Any) -> Any:
@@ -213,7 +218,8 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
                         optimizer.zero_grad(set_to_none=what.to_none)
                     with accumulating(trained, case.wrapper, sync=sync):
                         loss = loss_of(model, case, epoch, branch_of(rank, step), data)
-                        (join.scale(loss) if scales else loss).backward()
+                        divided_over = 1 if isinstance(case.wrapper, Shards) and not case.wrapper.divides else None
+                        (join.scale(loss, divided_over) if scales else loss).backward()
                     if sync:
                         if what.clip:
                             clip()

@@ -84,6 +84,7 @@ def sharded(draw: st.DrawFn) -> Case:
             reshard=draw(st.sampled_from([None, True, False])),
             units=draw(st.sampled_from(parts)),
             syncs=draw(st.sampled_from(syncs)),
+            divides=draw(st.booleans()),
         ),
         Optimizer(draw(OPTIMIZERS), RATE),
         data,

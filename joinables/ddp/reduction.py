@@ -673,10 +673,11 @@ class Contributions:
         The window is dropped if ``zero_grad`` was called since. A rank that only shadows does not call this, since it
         cannot know whether the loop would have called ``zero_grad``.
         """
-        window, self.memory.open_window = self.memory.open_window, None
+        memory = self.memory
+        window, memory.open_window, taken_out, memory.taken_out = memory.open_window, None, memory.taken_out, {}
         if window is not None and not self._was_zeroed(window):
             self.window, unit = window, self._channel.scaling.unit
-            self.last_result.taken_out = self.memory.taken_out
+            self.last_result.taken_out = taken_out
             self.last_result.add(-1.0)
             if window.weight is not None and window.unit != unit:
                 reducer.multiply_gradients(self._parameters, window.unit / unit)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from common import run_processes, save, table
 
 from join.collectives import handshake
-from join.collectives.board import Note, OwnStore, Progress, StoreBoard
+from join.collectives.board import Note, Progress, StoreBoard
 from join.collectives.messages import rounds_of
 from join.collectives.plain import as_json, from_json
 from join.collectives.timeouts import TIMEOUTS
@@ -124,9 +124,8 @@ def leave_notes(world_size: int) -> dict[str, float]:
     """Count the requests of the last rank, after all others have left a note."""
     store = dist.HashStore()
     counting: Any = Counting(store)
-    own = OwnStore(counting)
     for rank in range(world_size):
-        board = StoreBoard(rank, world_size, own if rank == world_size - 1 else store)
+        board = StoreBoard(rank, world_size, counting if rank == world_size - 1 else store)
         board.block = 1
         board.tell(Progress(step=rank))
         opening = counting.requests - 1  # without what tells

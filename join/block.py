@@ -20,7 +20,7 @@ their order::
 
 The exit is the same on active and on joined ranks. A joined rank has no other rank to wait for by then.
 
-*Entering does not wait.* A block with the same arguments as an earlier block on the group (``Collective.agreed``)
+*Entering does not wait.* A block with the same arguments as an earlier block on the group (``Kept.agreed``)
 sends its digest and continues. It waits for the digests of the other ranks when it sends its first header. No burst
 begins before that, so ranks that list different objects have sent nothing that could be mistaken. A block with new
 arguments, and a block inside another one, waits at once.
@@ -33,7 +33,7 @@ import struct
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -78,12 +78,14 @@ def release(joinables: Sequence[Joinable]) -> None:
 
 
 @atexit.register
-def _warn_of_open_blocks() -> None:
-    if _joins:
+def _report_open_blocks() -> None:
+    """Tell the user and the other ranks of a block that was never left."""
+    for guard in [channel.guard for channel in channels.values() if not channel.guard.is_fork]:
         warnings.warn(
             "A Join block was opened and never left, so the other ranks wait for this one. Call join.close().",
             stacklevel=1,
         )
+        guard.peers.post(JoinError("Its process ended inside a Join block. Call join.close() before that. [J582]"))
 
 
 def report_failed_entry(collective: Collective, error: BaseException) -> None:
@@ -92,7 +94,7 @@ def report_failed_entry(collective: Collective, error: BaseException) -> None:
     Nothing is sent inside another block on the group, because that block sends the error when it is left.
     """
     if collective.world_size > 1 and id(collective) not in channels:
-        peers = Peers(collective, collective.next_block(), Progress)
+        peers = Peers(collective, Progress)
         peers.post(error)
         peers.end()
 
@@ -126,7 +128,7 @@ _END = struct.Struct("<?4q")
 
 
 class OpenBlock:
-    """Block that this rank has entered and not left.
+    """Block that this rank has entered, with :meth:`enter`, and not left.
 
     Args:
         collective: The collectives of the block's process group.
@@ -145,11 +147,8 @@ class OpenBlock:
                     f" {outer.collective.world_size} ranks, so ranks could wait for each other forever. Leave the outer"
                     " block first, or loop over join.iterate in one block, on the group of all ranks. [J548]"
                 )
-        channel = channels.get(id(collective))
-        if channel is None:
-            channel = Channel(collective)
-        channel.open(scope)
-        channels[id(collective)] = self.channel = channel
+        self.channel = channels.get(id(collective)) or Channel(collective)
+        self._is_entered = False
         self._previous_limit: timedelta | None = None  # time limit of the group's operations outside the block
         self.undo = ExitStack()
         """Callbacks that run when the block is left, whatever happened in it; the one added last runs first."""
@@ -158,20 +157,41 @@ class OpenBlock:
 
     # -- entering -----------------------------------------------------------------------------------------------------
 
-    def begin(self, entered_with: Sequence[str]) -> None:
-        """Check that all ranks enter with the same objects, arguments and values (``Joinable.before_entering``).
+    def enter(self, join: Any, entered_with: Sequence[str]) -> None:
+        """Enter the block of ``join`` with all ranks, or leave nothing behind and send the exception to the others.
 
-        The check is awaited at once if objects or arguments are new to the group, and before the first header if an
-        earlier block on the group had the same.
+        The ranks check that all enter with the same objects, arguments and values (``Joinable.before_entering``). The
+        check is awaited at once if objects or arguments are new to the group, and before the first header if an earlier
+        block on the group had the same. Then each joinable is attached, and the clocks of the report start.
 
         Args:
+            join: The ``Join`` of this block.
             entered_with: The names of the joinables, and the arguments of ``Join``, as texts.
 
         Raises:
             ProtocolError: On all ranks, if they enter with different texts or values.
             ValueError: If a joinable refuses the list.
         """
-        collective, channel, agreed = self._collective, self.channel, self._collective.agreed
+        channels[id(self._collective)] = self.channel
+        self.channel.open(self._scope)
+        self._compare_with_others(entered_with)
+        members = self._scope.members
+        claim(join, [member.joinable for member in members], enable=True, throw=self._scope.throw)
+        try:
+            for member in members:
+                self.undo.callback(self._detach, member.joinable)
+                member.joinable.attach(join)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._tally, self._loops = replace(self.channel.headers.tally), self.channel.loops
+        self._started = time.monotonic()
+        for member in members:
+            member.announced_at = self._started
+        self._is_entered = True
+
+    def _compare_with_others(self, entered_with: Sequence[str]) -> None:
+        collective, channel, agreed = self._collective, self.channel, self._collective.kept.agreed
         self._digest = digest("\n".join(entered_with))
         is_first, wait = not agreed, channel.guard.wait
         listed = [member.joinable for member in channel.roster.listed] if collective.world_size > 1 else []
@@ -188,26 +208,12 @@ class OpenBlock:
                     else:
                         check()
                 agreed.setdefault(self._digest, ())
-        except BaseException as error:
-            if not isinstance(error, JoinError):  # only this rank has it, and the other ranks wait
-                channel.guard.peers.post(error)
+        except RuntimeError as error:
+            if not isinstance(error, JoinError) and (cause := channel.guard.explain(error)) is not None:
+                raise cause from error
             raise
         if self._scope.timeout is not None:  # no burst begins before all ranks have reached it, so the limit is safe
             self._previous_limit = self._collective.limit(timedelta(seconds=2 * self._scope.timeout))
-
-    def attach(self, join: Any) -> None:
-        """Attach each joinable to ``join``, the ``Join`` of this block, and start the clocks of the report."""
-        try:
-            for member in self._scope.members:
-                member.joinable.attach(join)
-                self.undo.callback(member.joinable.detach)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self._tally, self._loops = replace(self.channel.headers.tally), self.channel.loops
-        self._started = time.monotonic()
-        for member in self._scope.members:
-            member.announced_at = self._started
 
     def notify(self, caller: Any) -> Work | None:
         """Announce a burst of ``caller`` to all ranks if it announces; otherwise note that it follows.
@@ -252,6 +258,8 @@ class OpenBlock:
         Raises:
             PeerError, ProtocolError, JoinTimeoutError: If the block failed, here or on another rank.
         """
+        if self.channel.guard.is_fork:
+            return None
         if error is not None:
             if loop is not None and loop.running:
                 loop.fail(error)
@@ -265,6 +273,12 @@ class OpenBlock:
         except BaseException as failure:
             self._fail(failure)  # other ranks may wait for this one
             raise
+
+    def tell(self, error: BaseException) -> None:
+        """Send ``error`` to the other ranks, unless all ranks raise it, or they were sent another error."""
+        peers = self.channel.guard.peers
+        if not (isinstance(error, JoinError) or peers.has_posted):
+            peers.post(error)
 
     def _fail(self, error: BaseException) -> None:
         """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one."""
@@ -288,7 +302,7 @@ class OpenBlock:
         own: OwnTensors | None = None
         if not outcome.shadowed:
             tensors = [tensor for joinable in joinables for tensor in joinable.own_tensors()]
-            own = OwnTensors(collective, tensors, headers.leader, collective.agreed[self._digest])
+            own = OwnTensors(collective, tensors, headers.leader, collective.kept.agreed[self._digest])
         with profiled("compare"):
             rows = self.channel.guard.wait(work, "has left its block", work.rows)
         ends = [_End(*_END.unpack_from(row)) for row in rows]
@@ -297,7 +311,7 @@ class OpenBlock:
         if own is None or outcome.shadowed:
             self._copy_all(headers.leader)
         else:
-            collective.agreed[self._digest] = own.layout
+            collective.kept.agreed[self._digest] = own.layout
             self.channel.synchronise_own(own, self._scope.members, headers.leader)
         for member in self._scope.members:
             member.hook.post_hook(outcome.last)
@@ -367,6 +381,10 @@ class OpenBlock:
             self._collective.limit(self._previous_limit)
             self._previous_limit = None
 
+    def _detach(self, joinable: Joinable) -> None:
+        with nullcontext() if self._is_entered else suppress(AttributeError):  # of an ``attach`` that was interrupted
+            joinable.detach()
+
     def _close_channel(self) -> None:
         if self.channel.close(self._scope):
-            del channels[id(self._collective)]
+            channels.pop(id(self._collective), None)

@@ -105,6 +105,12 @@ class Join:
     Source: PyTorch PR 61555 (generic join) for the interface; the protocol is this package's own.
     """
 
+    # An exception in the constructor is sent to other ranks, so these have values before it.
+    _enable, _group, _objects = True, None, ()
+    _block: OpenBlock | None = None  # while the block is open, if it does anything
+    _scope: Scope | None = None  # while the block is open
+    _weight: float | None = None  # outside a block, and at the beginning of each block
+
     def __init__(
         self,
         joinables: Iterable[Any],
@@ -116,9 +122,8 @@ class Join:
         loss_divided_by: int = 1,
         **kwargs: Any,
     ) -> None:
-        self._block: OpenBlock | None = None  # while the block is open, if it does anything
-        self._enable, self._group, self._objects = enable, process_group, list[Any]()
         with self._told_to_others():
+            self._enable, self._group = enable, process_group
             self._timeout = checked_timeout(timeout)
             self._objects = listed(joinables, process_group)
             self._reset()
@@ -128,8 +133,6 @@ class Join:
             self._throw, self._kwargs = throw_on_early_termination, kwargs
             self._divisor = checked_divisor(loss_divided_by)
             self._over_all_ranks = bool(kwargs.get("divide_by_initial_world_size", True))
-        self._weight: float | None = None  # outside a block, and at the beginning of each block
-        self._scope: Scope | None = None  # while the block is open
 
     def _reset(self) -> None:
         """Make new joinables for the objects, and forget the report: both belong to the previous block."""
@@ -559,55 +562,63 @@ class Join:
                     raise JoinError(
                         f"{joinable.join_name} is inside another Join block. Leave that block first. [J059]"
                     )
-        if not (self._enable and any(joinable.communicates for joinable in self._joinables)):
-            self._scope = Scope([], self._throw, self._timeout, self._weight)
-            claim(self, self._joinables, enable=False, throw=False)
-            return self
-        with self._told_to_others():
+            if not (self._enable and any(joinable.communicates for joinable in self._joinables)):
+                self._scope = Scope([], self._throw, self._timeout, self._weight)
+                claim(self, self._joinables, enable=False, throw=False)
+                return self
             members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
-            scope = Scope(members, self._throw, self._timeout, self._weight)
-            block = OpenBlock(self._collective, scope)
-        self._scope, self._block = scope, block
-        block.undo.callback(self._unconfigure)
-        try:
+            self._scope = Scope(members, self._throw, self._timeout, self._weight)
+            self._block = OpenBlock(self._collective, self._scope)
             arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
-            block.begin(entered_with(self._joinables, arguments, self._divisor))
-            claim(self, self._joinables, enable=True, throw=self._throw)
-            block.attach(self)
-        except BaseException:
-            block.undo.close()
-            raise
-        return self
+            self._block.enter(self, entered_with(self._joinables, arguments, self._divisor))
+            return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        block, loop = self._block, self._loop
-        if block is None:
-            self._unconfigure()
+        try:
+            self._leave(error)
+        except BaseException as failure:
+            if self._block is not None:
+                self._block.tell(failure)
+            raise
+        finally:
+            self._close()
+
+    def _leave(self, error: BaseException | None) -> None:
+        loop = self._loop
+        if self._block is None:
             self._report = JoinReport if error is None else None
             return
-        try:
-            self._report = block.end(error, loop if isinstance(loop, Iteration) else None)
-            if error is None and loop is None and not self._objects:
-                warnings.warn(
-                    "A block that lists nothing is meant for loops over join.iterate, but it had none. Write for batch"
-                    " in join.iterate(loader).",
-                    stacklevel=2,
-                )
-        finally:
-            block.undo.close()
+        self._report = self._block.end(error, loop if isinstance(loop, Iteration) else None)
+        if error is None and loop is None and not self._objects:
+            warnings.warn(
+                "A block that lists nothing is meant for loops over join.iterate, but it had none. Write for batch in"
+                " join.iterate(loader).",
+                stacklevel=3,
+            )
 
     @contextmanager
     def _told_to_others(self) -> Generator[None]:
-        """Send an exception to the other ranks, which wait for this one to enter a block."""
+        """Send an exception to the other ranks, which wait for this one to enter a block, and leave it."""
         try:
             yield
         except BaseException as error:
-            if self._enable and (collective := collective_to_tell(self._objects, self._group)) is not None:
-                report_failed_entry(collective, error)
+            try:
+                if self._block is not None:
+                    self._block.tell(error)
+                elif self._enable and (collective := collective_to_tell(self._objects, self._group)) is not None:
+                    report_failed_entry(collective, error)
+            finally:
+                self._close()
             raise
 
-    def _unconfigure(self) -> None:
-        self._scope = self._block = None
-        release(self._joinables)
+    def _close(self) -> None:
+        """Undo what entering the block has done, as far as it got."""
+        try:
+            if self._block is not None:
+                self._block.undo.close()
+        finally:
+            if self._scope is not None:
+                release(self._joinables)
+            self._scope = self._block = None

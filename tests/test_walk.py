@@ -34,7 +34,7 @@ LIMITS = {
     ("step", "weighed"): (42, 10, 25),
     ("exit", ""): (260, 23, 122),
     ("exit", "norm"): (334, 25, 165),
-    ("exit", "weighed"): (284, 23, 136),
+    ("exit", "weighed"): (284, 24, 136),
     ("step with data", ""): (40, 9, 18),
     ("step with data", "norm"): (46, 10, 22),
     ("step with data", "weighed"): (43, 11, 21),

@@ -17,8 +17,9 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,7 @@ another one, which runs after all callbacks that were queued before.
 """
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+_PATIENCE = timedelta(milliseconds=50)  # for a receive over a connection that is open
 _NO_TAG = 0x7FFFFFF0  # the tag of a message that no rank sends
 _NO_HANDLE = -1  # instead of the number of a handle, which is never negative
 
@@ -189,14 +191,53 @@ def for_small_messages() -> Generator[None]:
 _aborted: list[Any] = []  # backends, kept because a later abort is for the groups that were made since
 
 
-def abort_on_devices(seconds: float) -> bool:
-    """Abort the operations of all process groups of this process on accelerators.
+class _StillRunning(RuntimeError):
+    pass
 
-    Wait at most ``seconds`` for that. Replaces ``ProcessGroup.abort`` of the backends that need it. With NCCL, nothing
-    fails when a rank is gone. The device waits, and so does a thread that reads a tensor from it, until the group's
-    watchdog ends the process. Gloo's operations fail by themselves. All groups are aborted, because the stream may wait
-    in any of them for a rank that waits in another. They are aborted at the same time, because the abort of one may
-    wait for the abort of another (pytorch issue 119797).
+
+class Aside:
+    """Call in a thread of its own, which the caller can give up. It has the methods of an operation of a group.
+
+    Replaces time limits of torch's blocking calls.
+
+    Attributes:
+        result: The result of the call, once it is completed.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self._call, self._error = call, list[BaseException]()
+        self._thread = threading.Thread(target=self._run, name="join aside", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._call()
+        except BaseException as error:
+            self._error.append(error)
+
+    def is_completed(self) -> bool:
+        """Return whether the call has ended."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        """Wait for the call, and raise its exception, or a ``RuntimeError`` if it is still running at ``timeout``."""
+        self._thread.join(None if timeout is None else timeout.total_seconds())
+        if self._thread.is_alive():
+            raise _StillRunning
+        for error in self._error:
+            raise error
+        return True
+
+
+def abort_on_devices(seconds: float, more: Iterable[Callable[[], object]] = ()) -> bool:
+    """Abort the operations of all process groups of this process on accelerators, and call ``more`` meanwhile.
+
+    Wait at most ``seconds`` for all of these. Replaces ``ProcessGroup.abort`` of the backends that need it. With NCCL,
+    nothing fails when a rank is gone. The device waits, and so does a thread that reads a tensor from it, until the
+    group's watchdog ends the process. Gloo's operations fail by themselves. All groups are aborted, because the stream
+    may wait in any of them for a rank that waits in another. They are aborted at the same time, because the abort of
+    one may wait for the abort of another (pytorch issue 119797).
 
     Returns:
         Whether this process has such groups.
@@ -207,12 +248,10 @@ def abort_on_devices(seconds: float) -> bool:
     hanging = [backend for backend in backends if backend.name() not in ("gloo", "mpi") and hasattr(backend, "abort")]
     new = [backend for backend in hanging if backend not in _aborted]
     _aborted.extend(new)
-    threads = [threading.Thread(target=backend.abort, name="join abort", daemon=True) for backend in new]
-    for thread in threads:
-        thread.start()
     deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    for aborting in [Aside(call) for call in (*(backend.abort for backend in new), *more)]:
+        with suppress(Exception):
+            aborting.wait(timedelta(seconds=max(0.0, deadline - time.monotonic())))
     return bool(hanging)
 
 
@@ -228,16 +267,23 @@ def close_connections(group: dist.ProcessGroup) -> None:
     """Close the gloo connections of ``group``, so that all of its running operations fail, here and on the other ranks.
 
     Replaces ``ProcessGroupGloo.abort``, which fails no operation up to torch 2.13. Gloo closes all connections when a
-    wait has taken too long, so this function waits for a message that no rank sends.
+    wait has taken too long, so this function waits for a message that no rank sends. One connection is enough, and the
+    nearest ranks come first. Gloo may not have connected with a rank yet, and waits without a limit if that rank is
+    gone, so no wait here is longer than a moment.
     """
     backend = group._get_backend(torch.device("cpu")) if has_cpu_backend(group) else None
     if backend is None or not _is_of_gloo(backend):
         return
-    for distance in range(1, group.size()):  # a receive over a connection that is already broken fails at once
-        other = (group.rank() + distance) % group.size()
-        try:
+    world_size = group.size()
+    for distance in sorted(range(1, world_size), key=lambda distance: min(distance, world_size - distance)):
+        other = (group.rank() + distance) % world_size
+
+        def receive(other: int = other) -> None:
             backend.recv([torch.empty(1, device="cpu")], other, _NO_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
+
+        try:
+            Aside(receive).wait(_PATIENCE)
+        except RuntimeError as error:  # over a connection that is already broken, the receive fails at once
             if "Timed out" in str(error):
                 return
 
@@ -264,12 +310,12 @@ def let_go_before_exit(group: dist.ProcessGroup) -> None:
     threads.
     """
     if _is_of_gloo(group._get_backend(group._device_types[0])):
-        atexit.unregister(_pause)
-        atexit.register(_pause)
+        _pause_at_exit()
 
 
-def _pause() -> None:
-    time.sleep(0.05)
+@cache
+def _pause_at_exit() -> None:
+    atexit.register(time.sleep, 0.05)
 
 
 def never_destroy_at_exit(group: dist.ProcessGroup) -> None:

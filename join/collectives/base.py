@@ -13,9 +13,9 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import reduce
-from itertools import count
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
 import torch
@@ -157,6 +157,20 @@ class Line(ABC):
         """
 
 
+@dataclass
+class Kept:
+    """Facts about a process group that last longer than its ``Join`` blocks.
+
+    Attributes:
+        agreed: Results on which the ranks agreed in earlier blocks, by the digest of a block's arguments
+            (``join.block``). They are equal on all ranks, and empty before the first block.
+        watch: The watch of the group (``join.failure.watch``).
+    """
+
+    agreed: dict[int, Any] = field(default_factory=dict[int, Any])
+    watch: Any = None
+
+
 class Collective(ABC):
     """Ranks of one process group and their common operations. Tensors may be on any device that the group supports.
 
@@ -167,6 +181,8 @@ class Collective(ABC):
     """This rank, counted from 0."""
     world_size: int
     """The number of ranks."""
+    waiter: Callable[[Work], object] | None = None
+    """While a block is open, waits for an operation and looks at the other ranks meanwhile."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -197,19 +213,9 @@ class Collective(ABC):
         """
 
     @property
-    def agreed(self) -> dict[int, Any]:
-        """Results on which the ranks agreed in earlier blocks, by the digest of a block's arguments (``join.block``).
-
-        They are equal on all ranks, and empty before the first block.
-        """
-        return vars(self).setdefault("_agreed", {})
-
-    def next_block(self) -> int:
-        """Return the number of the next ``Join`` block of this group.
-
-        Ranks enter blocks in one order, so it is equal on all ranks.
-        """
-        return next(vars(self).setdefault("_blocks", count(1)))
+    def kept(self) -> Kept:
+        """Facts about the group that last longer than its blocks."""
+        return vars(self).setdefault("_kept", Kept())
 
     def companion(self) -> Collective:
         """Return a second collective of the same ranks, whose operations do not mix with the operations of this one.
@@ -280,6 +286,14 @@ class Collective(ABC):
         """Never run the group's destructor, which would wait for an operation that no other rank joins."""
 
     @final
+    def finish(self, work: Work, tensor: torch.Tensor) -> None:
+        """Wait for an operation on ``tensor``. Inside a block, raise its error if another rank fails meanwhile."""
+        if self.waiter is None or not tensor.is_cpu:
+            work.wait()
+        else:
+            self.waiter(work)
+
+    @final
     def broadcast_object(self, value: Any, source: int, *, plain: bool = False) -> Any:
         """Return ``value`` of rank ``source`` on every rank. It is pickled.
 
@@ -296,10 +310,10 @@ class Collective(ABC):
         is_source = self.rank == source
         data, ok = _packed(value, plain) if is_source else (bytearray(), True)
         head = torch.tensor([len(data), ok], dtype=torch.int64, device="cpu")
-        self.broadcast(head, source).wait()  # checks the source
+        self.finish(self.broadcast(head, source), head)  # checks the source
         size, ok = int(head[0]), bool(head[1])
         data = data or bytearray(size)
-        self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source).wait()
+        self.finish(self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source), head)
         if not ok:
             raise RuntimeError(
                 f"Rank {source} cannot pickle the object to broadcast ({data.decode()}). Send an object that pickle"
@@ -324,7 +338,7 @@ class Collective(ABC):
         if outputs is None:
             outputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
         received = [output.contiguous() for output in outputs]  # which returns contiguous tensors themselves
-        self.all_gather_into(tensor, received).wait()
+        self.finish(self.all_gather_into(tensor, received), tensor)
         for output, gathered in zip(outputs, received, strict=True):
             if output is not gathered:
                 output.copy_(gathered)
@@ -363,13 +377,13 @@ class Collective(ABC):
     @final
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
-        self.all_reduce(torch.zeros(1, device="cpu")).wait()
+        self.reduce_boolean_decision(True)
 
     @final
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks passed ``True``, or with ``all=False`` whether any did; equal on every rank."""
         vote = torch.tensor([int(decision)], device="cpu")
-        self.all_reduce(vote, "min" if all else "max").wait()
+        self.finish(self.all_reduce(vote, "min" if all else "max"), vote)
         return bool(vote.item())
 
     # -- for backends -------------------------------------------------------------------------------------------------

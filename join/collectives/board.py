@@ -8,7 +8,6 @@ of its own does it (``join.failure.peers``).
 from __future__ import annotations
 
 import json
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -152,50 +151,31 @@ def _fit(part: str, text: str) -> str:
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."
 
 
-@final
-class OwnStore:
-    """Connection of this process to a store, which is opened when it is first used.
-
-    On the connection of the process group, a caller that waits for a key blocks all others.
-    """
-
-    def __init__(self, store: dist.Store) -> None:
-        self._shared, self._opened = store, None
-        self._lock = threading.Lock()  # for each store: one that does not answer blocks no others
-
-    def open(self, rank: int) -> Any:  # clone() and multi_get() are not in torch's type stubs
-        """Return the store, in which messages of this rank exist, so that one request can read those of all ranks."""
-        with self._lock:
-            if self._opened is None:
-                store = cast("Any", self._shared).clone()
-                for kind in get_args(Kind):
-                    store.set(_key_of(kind, rank), "")
-                self._opened = store
-            return self._opened
-
-
 class StoreBoard(Board):
     """Board in a store that all ranks can reach. The store may end with the process of the rank that hosts it.
 
-    Args:
-        rank: This rank.
-        world_size: The number of ranks.
-        store: The store, or a connection to it that other boards of this rank use, too.
+    The board opens a connection of its own when it is first used. On the connection of the process group, a caller that
+    waits for a key blocks all others.
     """
 
     outlives = False
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store | OwnStore) -> None:
+    def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
         super().__init__(rank, world_size)
-        self._own_store = store if isinstance(store, OwnStore) else OwnStore(store)
+        self._shared_store, self._own_store = store, None
         self._watched = (rank - 1) % world_size  # the rank whose beats this rank reads; another rank reads its own
         self._next_beat = 0.0
         self._beats = 0  # written by this rank
         self._last_beat, self._unheard = list[str](), 0  # of the watched rank, and how many own beats it has stayed
 
     @property
-    def _store(self) -> Any:
-        return self._own_store.open(self.rank)
+    def _store(self) -> Any:  # clone() and multi_get() are not in torch's type stubs
+        if self._own_store is None:
+            store = cast("Any", self._shared_store).clone()
+            for kind in get_args(Kind):  # so that one request can read the messages of all ranks
+                store.set(_key_of(kind, self.rank), "")
+            self._own_store = store
+        return self._own_store
 
     @override
     def ring(self) -> None:

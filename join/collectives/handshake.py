@@ -212,8 +212,6 @@ class _Meeting:
                         self._selector.modify(connection, event, key.data)
             kept += *self._inward.values(), *self._outward.values()
             return self._inward, self._outward
-        except OSError as error:  # such as too many open files
-            raise GaveUp(str(error)) from error
         finally:
             for key in list(self._selector.get_map().values()):
                 if key.fileobj not in kept:

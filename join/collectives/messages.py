@@ -107,7 +107,7 @@ def connect(collective: Collective, timeout: float, limit: float | None = None, 
     try:
         distances = {distance for distance, _ in rounds_of(collective.world_size)}
         mesh = Mesh(collective, *meet(collective, distances, own_addresses(host), limit), timeout)
-    except GaveUp as error:
+    except (GaveUp, OSError) as error:  # such as too many open files
         why = str(error)
     if collective.reduce_boolean_decision(mesh is not None):
         return mesh
@@ -154,7 +154,10 @@ class Mesh:
         for peer in (*self.inward.values(), *self._outward.values()):
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._run, name=f"join messages of rank {self.rank}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise GaveUp(str(error)) from error
 
     def send(self, line: int, count: int, distance: int, data: bytes) -> None:
         """Send a message, or the part of it that can be sent now. The caller holds the lock."""

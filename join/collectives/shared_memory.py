@@ -1,4 +1,4 @@
-"""Lines and a board for ranks on one machine, through memory that they share: :func:`connect`.
+"""Lines and a board for ranks on one machine, through memory that they share: :func:`opened`.
 
 For a small all-reduce over sockets, each rank pays for system calls and thread switches at every step. Here, a sum
 takes a few stores to memory, and a few loads when it is read. A roll call needs no sum: each rank reads the answers of
@@ -106,8 +106,8 @@ class _Address(NamedTuple):
         return f"/proc/{self.process}/fd/{self.file}"
 
 
-def connect(collective: Collective) -> Segment | None:
-    """Connect all ranks through shared memory. All ranks call this. Return ``None`` on all if one cannot be reached."""
+def opened(collective: Collective) -> Segment | None:
+    """Return memory of all ranks; ``None`` if this rank cannot open it. All ranks call this, and vote afterwards."""
     rank, world_size = collective.rank, collective.world_size
     created: _Address | None = None
     if rank == 0 and not obstacle():
@@ -117,11 +117,8 @@ def connect(collective: Collective) -> Segment | None:
     address = None if received is None else _Address(*received)
     # Rank 0 uses the file that it has created, because closing a second one would release its lock.
     file = None if address is None else address.file if rank == 0 else _open(address)
-    segment: Segment | None = None
-    if file is not None:
-        with suppress(OSError):
-            segment = Segment(file, rank, world_size)
-    return segment if collective.reduce_boolean_decision(segment is not None) else None
+    with suppress(OSError):
+        return None if file is None else Segment(file, rank, world_size)
 
 
 def obstacle() -> str:

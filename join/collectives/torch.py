@@ -8,12 +8,10 @@ synchronisation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import count
-from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -23,6 +21,7 @@ from typing_extensions import override
 
 from join.collectives import messages, shared_memory
 from join.collectives._torch_private import (
+    Aside,
     abort_on_devices,
     close_connections,
     for_small_messages,
@@ -35,8 +34,8 @@ from join.collectives._torch_private import (
     store_of,
     timeout_of,
 )
-from join.collectives.base import HEADERS, Collective, Line, ReduceOp, Work, as_bytes, check_op
-from join.collectives.board import Board, OwnStore, StoreBoard
+from join.collectives.base import HEADERS, Collective, Kept, Line, ReduceOp, Work, as_bytes, check_op
+from join.collectives.board import Board, StoreBoard
 from join.collectives.messages import Mesh, MessageLine
 from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine
 from join.collectives.store import host_of
@@ -51,8 +50,6 @@ class _Shared:
 
     timeout: float
     """Seconds that an operation may take, by the group's own limit."""
-    blocks: Iterator[int] = field(default_factory=lambda: count(1))
-    """Numbers of the blocks to come."""
     companion: TorchCollective | None = None
     has_tried: bool = False
     """Whether the ranks have tried to connect through shared memory and, failing that, by messages."""
@@ -60,10 +57,7 @@ class _Shared:
     """Shared memory that connects the ranks; ``None`` if not all ranks can reach it."""
     mesh: Mesh | None = None
     """Connections between ranks that share no memory; ``None`` if not all ranks can be reached."""
-    own_store: OwnStore | None = None
-    """Connection to the store that the boards of all blocks use."""
-    agreed: dict[int, Any] = field(default_factory=dict[int, Any])
-    """Results on which the ranks agreed in earlier blocks."""
+    kept: Kept = field(default_factory=Kept)
     lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
     """Lanes of the shared memory that are in use, by the number of their line."""
 
@@ -87,7 +81,7 @@ class TorchCollective(Collective):
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         self._cpu_group = group if has_cpu_backend(group) else None
         self._shared = _shared.setdefault(group, _Shared(timeout_of(group).total_seconds()))
-        self._agreed, self._blocks = self._shared.agreed, self._shared.blocks
+        self._kept = self._shared.kept
         let_go_before_exit(group)
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
@@ -101,17 +95,19 @@ class TorchCollective(Collective):
         # The companion carries CPU tensors only, whatever the backend of the group.
         if self._shared.companion is None:
             ranks, limit = distributed_c10d.get_process_group_ranks(self.group), self._shared.timeout
+            make = partial(dist.new_group, ranks, timedelta(seconds=limit), "gloo", use_local_synchronization=True)
             with for_small_messages():
-                group: Any = dist.new_group(ranks, timedelta(seconds=limit), "gloo", use_local_synchronization=True)
-            self._shared.companion = TorchCollective(group)
+                self.finish(making := Aside(make), torch.empty(0, device="cpu"))
+            self._shared.companion = TorchCollective(making.result)
         return self._shared.companion
 
     @override
     def connect(self, limit: float | None = None) -> None:
         shared = self._shared
         if not shared.has_tried:
-            shared.segment = shared_memory.connect(self)
-            if shared.segment is None:
+            shared.segment = shared_memory.opened(self)  # before the vote, for a note of a rank that fails here
+            if not self.reduce_boolean_decision(shared.segment is not None):
+                shared.segment = None
                 shared.mesh = messages.connect(self, shared.timeout, limit, host_of(store_of(self.group)))
                 if shared.mesh is not None:
                     weakref.finalize(self.group, shared.mesh.close)
@@ -133,9 +129,7 @@ class TorchCollective(Collective):
         shared = self._shared
         if shared.segment is not None:
             return SharedBoard(shared.segment)
-        if shared.own_store is None:
-            shared.own_store = OwnStore(store_of(self.group))
-        return StoreBoard(self.rank, self.world_size, shared.own_store)
+        return StoreBoard(self.rank, self.world_size, store_of(self.group))
 
     @override
     def issued_counter(self) -> Callable[[], int]:
@@ -152,10 +146,8 @@ class TorchCollective(Collective):
 
     @override
     def abort(self, *, connections: bool = False) -> bool:
-        for collective in (self, self._shared.companion):
-            if collective is not None and connections:
-                close_connections(collective.group)
-        return abort_on_devices(TIMEOUTS.note)
+        groups = [each.group for each in (self, self._shared.companion) if each is not None and connections]
+        return abort_on_devices(TIMEOUTS.note, [partial(close_connections, group) for group in groups])
 
     @override
     def hold(self) -> None:

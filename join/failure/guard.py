@@ -7,7 +7,7 @@ While a rank waits, it checks whether another rank has failed (``join.failure.pe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -40,12 +40,11 @@ class Guard:
         look_for_skipped: Called at intervals while this rank waits. It raises an error if it detects a fault.
     """
 
-    peers: Peers
-    """The other ranks, while a block is open."""
-
     def __init__(
         self, collective: Collective, progress: Callable[[], Progress], look_for_skipped: Callable[[], None]
     ) -> None:
+        self.peers = Peers(collective, progress, self._leave_to_parent)
+        """The other ranks."""
         self.closed = ""
         """Reason why nothing can be announced any more; "" if something can."""
         self.is_lost = False
@@ -56,15 +55,21 @@ class Guard:
         """Current activity of this rank, while it waits for a message that is not a header."""
         self.awaits_header = 0
         """Number of the header that this rank waits for, or has waited for last."""
+        self.is_connecting = False
+        """Whether the ranks are connecting, so that a rank which does not answer is gone."""
+        self.is_fork = False
+        """Whether this process was forked from the rank that opened the block."""
         self._collective, self._progress, self._look_for_skipped = collective, progress, look_for_skipped
         self._arrived_at, self._busy_for = time.monotonic(), 0.0
 
     def begin(self) -> None:
         """Begin to watch the other ranks; called when the first block of the group opens."""
-        self.peers = Peers(self._collective, self._collective.next_block(), self._progress)
+        self.peers.begin()
+        self._collective.waiter = self.wait_patiently
 
     def end(self) -> None:
         """Stop watching the other ranks; called when the last block of the group closes."""
+        self._collective.waiter = None
         self.peers.end()
         if self.is_lost:
             self._collective.hold()
@@ -76,13 +81,14 @@ class Guard:
         now = time.monotonic()
         self._busy_for, self._arrived_at = now - self._arrived_at, now
 
-    def wait(self, work: Work, doing: str = "", then: Callable[[], Any] | None = None) -> Any:
+    def wait(self, work: Work, doing: str = "", then: Callable[[], Any] | None = None, *, patient: bool = False) -> Any:
         """Wait for a message of this package, and check meanwhile whether other ranks fail.
 
         Args:
             work: A sum on a line, or an all-reduce.
             doing: The activity of this rank, for the errors of other ranks; "" for the last header.
             then: A method of the work that returns its result, and raises an exception if the work has failed.
+            patient: Whether to wait for any time, as long as all ranks answer within ``timeout``.
 
         Returns:
             The result of ``then``.
@@ -96,7 +102,7 @@ class Guard:
             if not work.is_completed():
                 self.doing = doing
                 with profiled("wait"):
-                    self._wait_and_look(work)
+                    self._wait_and_look(work, patient)
                 self.doing = ""
             result = (then or work.wait)()
             # After so long, the other ranks may have raised an error about this rank.
@@ -113,7 +119,11 @@ class Guard:
                 raise
             raise cause from error
 
-    def _wait_and_look(self, work: Work) -> None:
+    def wait_patiently(self, work: Work) -> None:
+        """Wait for an operation that may take longer than ``timeout``, such as a copy of all state."""
+        self.wait(work, self.doing or "takes part in a message to all ranks", patient=True)
+
+    def _wait_and_look(self, work: Work, patient: bool) -> None:
         """Wait until ``work`` is done or has failed."""
         started, limit = time.monotonic(), float("inf") if self.timeout is None else self.timeout
         interval = timedelta(seconds=max(min(TIMEOUTS.look, limit), _LEAST_SECONDS))
@@ -126,18 +136,29 @@ class Guard:
                     return
             self.peers.look()
             self._look_for_skipped()
-            if time.monotonic() - started >= limit:
-                raise self.timeout_error()
+            if not patient:
+                if time.monotonic() - started >= limit:
+                    raise self.timeout_error()
+            elif self.timeout is not None:
+                if silent := self.peers.silent(self.peers.ask(), limit):
+                    raise self.timeout_error(silent)
+            elif self.is_connecting:
+                self.peers.look_for_silent(self.peers.ask())
 
-    def timeout_error(self, *, in_collective: bool = False) -> JoinTimeoutError:
-        """Return the error of a rank that has waited longer than ``timeout``, after posting it to the other ranks."""
+    def timeout_error(self, silent: Sequence[int] = (), *, in_collective: bool = False) -> JoinTimeoutError:
+        """Return the error of a rank that has waited longer than ``timeout``, after posting it to the other ranks.
+
+        Args:
+            silent: The ranks that did not answer for so long.
+            in_collective: Whether it waited in a collective of the process group.
+        """
         rank, own, others = self._collective.rank, self._progress(), self.peers.ask(limit=TIMEOUTS.note)
         if not (in_collective or self.doing):  # this rank may have sent another header since
             own = own._replace(headers=self.awaits_header)
         missing = [
             other
             for other in range(self._collective.world_size)
-            if other != rank and (other not in others or _is_behind(others[other], own))
+            if other != rank and (other not in others or other in silent or _is_behind(others[other], own))
         ]
         here = [(other, progress) for other, progress in [*others.items(), (rank, own)] if other not in missing]
         doing = "; ".join(f"rank {other} {progress.doing}" for other, progress in sorted(here))
@@ -174,9 +195,20 @@ class Guard:
 
     def raise_closed(self) -> NoReturn:
         """Raise a :class:`JoinError`, because nothing can be announced any more."""
+        if self.is_fork:
+            raise JoinError(
+                f"This process was forked from rank {self._collective.rank} inside a Join block, so it is not a rank."
+                " Train only in the process that entered the block, and use the fork for work without other ranks."
+                " [J581]"
+            )
         raise JoinError(
             f"The Join block has already ended ({self.closed}). Leave the with statement before you continue. [J063]"
         )
+
+    def _leave_to_parent(self) -> None:
+        """Do nothing more in the block, since this process is a fork of the rank."""
+        self.is_fork = self.is_lost = True
+        self.closed, self._collective.waiter = "this process is a fork", None
 
     def close_and_raise(self, error: JoinError) -> NoReturn:
         """Raise ``error``, which the other ranks raise or are informed of. Nothing can be announced afterwards."""

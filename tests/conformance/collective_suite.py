@@ -167,9 +167,9 @@ def check_transfer(collective: Collective) -> None:
     assert all(bool((tensor == source).all()) for tensor in mixed)
 
 
-def check_next_block(collective: Collective) -> None:
-    first = collective.next_block()
-    assert collective.next_block() == first + 1
+def check_kept(collective: Collective) -> None:
+    collective.kept.agreed[-1] = "kept"
+    assert collective.kept.agreed.pop(-1) == "kept"
 
 
 def check_join(collective: Collective) -> None:
@@ -195,6 +195,6 @@ CHECKS: list[Callable[[Collective], None]] = [
     check_barrier,
     check_objects,
     check_transfer,
-    check_next_block,
+    check_kept,
     check_join,
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from join.collectives import Collective, SingleCollective, collective_of, run_threads, shared_memory
 from join.collectives.board import Board, Note, Progress, StoreBoard
 from join.collectives.shared_memory import Segment, SharedBoard
-from join.failure.peers import Peers, Watch
+from join.failure.peers import Peers
+from join.failure.watch import Watch
 from tests.pool import Pool
 from tests.shorter import using
 
@@ -196,7 +198,7 @@ class Unreachable(SingleCollective):
 def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
     with using(note=0.3, cause=0.3):
         started = time.monotonic()
-        peers = Peers(Unreachable(), 1, Progress)
+        peers = Peers(Unreachable(), Progress)
         peers.post(ValueError("mine"))
         peers.look_again()
         assert peers.ask(limit=0.3) == {}
@@ -208,9 +210,9 @@ def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
 
 def test_a_store_that_does_not_answer_blocks_no_other_board() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
-    boards = Unreachable().board(), StoreBoard(0, 2, store)
-    stuck, answered = (Watch(board, Progress, lambda: False) for board in boards)
-    stuck.start()
+    stuck, answered = Watch(Unreachable().board), Watch(lambda: StoreBoard(0, 2, store))
+    for watch in (stuck, answered):
+        watch.begin(Progress)
     assert not stuck.refresh(0.1)
     assert answered.refresh(10.0)
     answered.end()
@@ -219,13 +221,14 @@ def test_a_store_that_does_not_answer_blocks_no_other_board() -> None:
 def test_a_watch_whose_store_is_gone_ends() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=2))
-    board = StoreBoard(0, 2, client)
-    board.block = 1
-    watch = Watch(board, Progress, lambda: False)
-    watch.start()
-    assert watch.refresh(30.0)
-    del store
-    with using(abort=0.1):
-        watch.join(30)
-    assert not watch.is_alive() and watch.failed
-    assert not watch.refresh(0.1)
+    with using(abort=0.1, idle=0.1):
+        before = threading.enumerate()
+        watch = Watch(lambda: StoreBoard(0, 2, client))
+        watch.begin(Progress)
+        assert watch.refresh(30.0)
+        (thread,) = [each for each in threading.enumerate() if each not in before]
+        del store
+        assert not watch.refresh(30.0) and watch.block.failed
+        watch.end()
+        thread.join(30)
+        assert not thread.is_alive()

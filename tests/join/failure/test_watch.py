@@ -14,7 +14,8 @@ import torch.distributed as dist
 from join import PeerError
 from join.collectives import SingleCollective
 from join.collectives.board import Board, Note, Progress, StoreBoard
-from join.failure.peers import Peers, Watch
+from join.failure.peers import Peers
+from join.failure.watch import Watch
 from tests.shorter import using
 
 SECONDS = 10.0  # for what comes at once, on a slow machine, too
@@ -43,8 +44,8 @@ def board(store: dist.TCPStore, rank: int, block: int = 1) -> StoreBoard:
 
 def start(store: dist.TCPStore, rank: int, **options: Any) -> tuple[Watch, threading.Event]:
     aborted = threading.Event()
-    watch = Watch(board(store, rank), Progress, lambda: aborted.set() or True, **options)
-    watch.start()
+    watch = Watch(lambda: StoreBoard(rank, 3, store), **options)
+    watch.begin(Progress, lambda: aborted.set() or True)
     return watch, aborted
 
 
@@ -55,7 +56,7 @@ def test_it_aborts_some_time_after_a_note(store: dist.TCPStore) -> None:
     board(store, 1).post(Note(1, 1, "ValueError", "rank 1 failed"))
     assert aborted.wait(SECONDS) and time.monotonic() - began >= 0.3
     watch.end()
-    assert watch.aborted_for is not None and watch.aborted_for.notes[0].text == "rank 1 failed"
+    assert watch.block.aborted_for is not None and watch.block.aborted_for.notes[0].text == "rank 1 failed"
 
 
 def test_it_aborts_what_is_made_later(store: dist.TCPStore) -> None:
@@ -68,11 +69,11 @@ def test_it_aborts_what_is_made_later(store: dist.TCPStore) -> None:
 
 
 def test_where_nothing_is_aborted_nothing_comes_of_it(store: dist.TCPStore) -> None:
-    watch = Watch(board(store, 0), Progress, lambda: False)
-    watch.start()
+    watch = Watch(lambda: board(store, 0))
+    watch.begin(Progress)
     board(store, 1).post(Note(1, 1, "ValueError", "rank 1 failed"))
     time.sleep(1.0)
-    assert watch.news.notes and watch.aborted_for is None
+    assert watch.block.news.notes and watch.block.aborted_for is None
     watch.end()
 
 
@@ -82,7 +83,7 @@ def test_it_aborts_where_the_store_is_gone() -> None:
     watch, aborted = start(client, 0)
     assert watch.refresh(SECONDS)
     del store
-    assert aborted.wait(SECONDS) and watch.failed
+    assert aborted.wait(SECONDS) and watch.block.failed
 
 
 def test_a_store_that_another_group_keeps_may_go() -> None:
@@ -91,8 +92,8 @@ def test_a_store_that_another_group_keeps_may_go() -> None:
     watch, aborted = start(client, 0, keeps_store=False)
     assert watch.refresh(SECONDS)
     del store
-    watch.join(SECONDS)
-    assert watch.failed and not aborted.is_set()
+    assert not aborted.wait(2.0) and watch.block.failed
+    watch.end()
 
 
 def beat(store: dist.TCPStore, rank: int, *, done: bool) -> None:
@@ -109,8 +110,10 @@ def test_a_rank_that_says_no_more_is_gone_for_all(store: dist.TCPStore) -> None:
     """Rank 1 listens to rank 0, and rank 2, which listens to another one, learns of it by a note."""
     second, third = start(store, 1), start(store, 2)
     beat(store, 0, done=False)
-    assert second[1].wait(SECONDS) and second[0].news.ended == [0]
-    assert third[1].wait(SECONDS) and third[0].news.notes[0].text.startswith("rank 0 is gone, without an exception")
+    assert second[1].wait(SECONDS) and second[0].block.news.ended == [0]
+    assert third[1].wait(SECONDS) and third[0].block.news.notes[0].text.startswith(
+        "rank 0 is gone, without an exception"
+    )
     for watch, _ in (second, third):
         watch.end()
 
@@ -119,7 +122,7 @@ def test_a_rank_that_ends_at_once_is_gone(store: dist.TCPStore) -> None:
     """It has said once that it lives."""
     board(store, 0).ended()
     watch, aborted = start(store, 1)
-    assert aborted.wait(SECONDS) and watch.news.ended == [0]
+    assert aborted.wait(SECONDS) and watch.block.news.ended == [0]
     watch.end()
 
 
@@ -154,7 +157,7 @@ def test_a_rank_that_has_left_its_block_may_end(store: dist.TCPStore) -> None:
 
 def test_a_rank_may_enter_late(store: dist.TCPStore) -> None:
     watch, aborted = start(store, 1)
-    assert not aborted.wait(2.0) and watch.news.ended == []
+    assert not aborted.wait(2.0) and watch.block.news.ended == []
     watch.end()
 
 
@@ -164,36 +167,64 @@ class Memory(StoreBoard):
     outlives = True
 
 
-def test_a_short_block_needs_no_thread(store: dist.TCPStore) -> None:
-    short, lasting = Memory(0, 3, store), Memory(1, 3, store)
-    for each in (short, lasting):
-        each.block = 1
-    with using(look=0.5):
-        watch = Watch(short, Progress, lambda: False)
-        watch.begin()
+def threads_since(before: list[threading.Thread]) -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each not in before]
+
+
+@pytest.mark.parametrize("kind", [Memory, StoreBoard])
+def test_a_group_has_one_thread_for_all_blocks(store: dist.TCPStore, kind: type[StoreBoard]) -> None:
+    before = threading.enumerate()
+    watch = Watch(lambda: kind(0, 3, store))
+    watch.begin(Progress)
+    (thread,) = threads_since(before)
+    for block in range(1, 20):
+        assert watch.block.number == block and watch.refresh(SECONDS)
         watch.end()
-        assert board(store, 1).progress()[0].done
-        other = Watch(lasting, Progress, lambda: False)
-        other.begin()
-        assert not other.is_alive() and not watch.is_alive()
-        deadline = time.monotonic() + SECONDS
-        while not other.is_alive():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        other.end()
-        assert watch.ident is None
-    assert board(store, 0).progress()[1].done
+        assert board(store, 1, block).progress()[0].done
+        watch.begin(Progress)
+        assert threads_since(before) == [thread]
+    watch.end()
 
 
-def test_a_note_in_a_short_block_starts_the_thread(store: dist.TCPStore) -> None:
-    memory = Memory(0, 3, store)
-    memory.block = 1
+def test_the_thread_ends_without_a_block(store: dist.TCPStore) -> None:
+    watch = Watch(lambda: Memory(0, 3, store))
+    with using(idle=0.1):
+        for _ in range(2):
+            before = threading.enumerate()
+            watch.begin(Progress)
+            (thread,) = threads_since(before)
+            watch.end()
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+        watch.begin(Progress)  # it starts again
+        assert watch.refresh(SECONDS)
+        watch.end()
+
+
+def test_a_note_is_posted_at_once(store: dist.TCPStore) -> None:
+    watch = Watch(lambda: Memory(0, 3, store))
     with using(look=5.0):
-        watch = Watch(memory, Progress, lambda: False)
-        watch.begin()
+        watch.begin(Progress)
         watch.post(Note(0, 0, "ValueError", "rank 0 failed"), SECONDS)
         assert [note.text for note in board(store, 1).notes()] == ["rank 0 failed"]
         watch.end()
+
+
+def test_a_watch_without_a_thread_has_failed(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block goes on: failures show when collectives break."""
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watch = Watch(lambda: Memory(0, 3, store))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        watch.begin(Progress)
+        assert watch.block.failed and not watch.refresh(SECONDS)
+        watch.end()
+    watch.begin(Progress)
+    assert not watch.block.failed and watch.refresh(SECONDS)
+    watch.end()
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -221,7 +252,8 @@ class OfThree(SingleCollective):
 
 def found(store: dist.TCPStore) -> PeerError:
     """The failure that rank 0 finds."""
-    peers = Peers(OfThree(store), 1, Progress)
+    peers = Peers(OfThree(store), Progress)
+    peers.begin()
     with pytest.raises(PeerError) as caught:
         peers.look_again()
     peers.end()

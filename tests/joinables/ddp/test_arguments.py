@@ -167,7 +167,7 @@ def keeps(rank: int, kind: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["hook_then_optimizer_wrapper", "post_localSGD_hook"])
 def test_what_is_not_supported_works_as_the_error_says(pool: Pool, kind: str) -> None:
-    """Not with ``delay_all_reduce_named_params``: nobody in torch waits for its all-reduce, so its result is by luck."""
+    """Not with ``delay_all_reduce_named_params``: torch never waits for its all-reduce, so its result is by luck."""
     for state in pool.run(keeps, kind):
         assert_same(state, reference((2, 2, 2)), TOLERANCE)
 

@@ -1,0 +1,349 @@
+"""Thread of a process group that reads the messages of other ranks: :class:`Watch`.
+
+A store that cannot be reached blocks its callers for minutes. So the main thread of a rank never reads a board that is
+in a store. It asks the watch, and waits for a limited time. While the main thread is blocked in a collective, the watch
+answers for its rank.
+
+On an accelerator, a collective does not break when another rank is gone. The device waits, and so does a thread that
+reads a tensor from it. So the watch acts by itself. A second after it has seen that a rank has failed, or has ended
+without leaving the block, it aborts the operations of this process on its devices, and closes gloo's connections in the
+group. The main thread then continues, and finds the cause when it reaches its next header::
+
+    rank that fails                      every other rank                       its watch
+    ---------------                      ----------------                       ---------
+    posts a note, or its process ends    reads its loss from a device that      sees the note, or that the process
+                                         waits for the rank that failed         has ended
+                                         .                                      a second later: aborts
+                                         continues with invalid values; waits
+                                         for its next header, and reads the
+                                         notes: PeerError
+
+A group has one watch, with one connection to its store. The thread starts with a block, sleeps between blocks, and ends
+after a while without one. In a process that was forked from a rank, a watch does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from weakref import WeakSet
+
+from join.collectives import Collective
+from join.collectives._torch_private import Aside
+from join.collectives.board import Board, Note, Progress
+from join.collectives.timeouts import TIMEOUTS
+
+_logger = logging.getLogger("join")
+_RANKS_AT_ONCE = 64  # with more ranks than these, each rank reads and writes the board less often
+_watches: WeakSet[Watch] = WeakSet()
+
+
+@dataclass(frozen=True)
+class News:
+    """Result of reading the board.
+
+    Attributes:
+        notes: The notes of other ranks.
+        progress: The progress of other ranks, by rank.
+        ended: The other ranks whose processes are known to have ended.
+    """
+
+    notes: list[Note] = field(default_factory=list[Note])
+    progress: dict[int, Progress] = field(default_factory=dict[int, Progress])
+    ended: list[int] = field(default_factory=list[int])
+
+
+@dataclass(eq=False)
+class Watched:
+    """One block of a group, as its watch knows it.
+
+    Attributes:
+        number: The number of the block, positive and equal on all ranks.
+        progress: Returns the progress of this rank. It is called in the thread of the watch.
+        abort: Aborts the operations that this rank may wait for, on devices and over gloo's connections, and returns
+            whether this process has groups on devices. It is called in the thread of the watch once another rank has
+            failed, and again until the block is left.
+        on_fork: Called in a process that is forked from this one while the block is open.
+        news: Result of the last look at the board.
+        failed: Whether the board cannot be reached any more.
+        aborted_for: The news that made the watch abort operations of this rank on a device; ``None`` without any.
+    """
+
+    number: int
+    progress: Callable[[], Progress] = Progress
+    abort: Callable[[], bool] = bool
+    on_fork: Callable[[], object] = bool
+    news: News = field(default_factory=News)
+    failed: bool = False
+    aborted_for: News | None = None
+    is_open: bool = True
+    posted: Progress = field(default_factory=Progress)
+    own: Note | None = None  # the last note of this rank
+    is_posted: bool = True  # whether the board has it
+    wanted: int = 0  # the number of looks that were requested
+    looked: int = 0  # the number of these that were made
+    is_rung: bool = False
+    is_done: bool = False  # for the thread: whether the other ranks can read that this rank has left the block
+    has_reported: bool = False  # a process that has ended, in a note
+    lost_since: float = float("inf")  # the time at which the watch saw that another rank has failed
+
+
+def watch_of(collective: Collective) -> Watch:
+    """Return the watch of a group."""
+    kept = collective.kept
+    if kept.watch is None:
+        kept.watch = Watch(collective.board, keeps_store=collective.keeps_store)
+    return kept.watch
+
+
+class Watch:
+    """Thread that reads the board of a group at intervals, or when it is asked to, while a block is open.
+
+    Args:
+        open_board: Returns the board for the first block.
+        keeps_store: Whether one of the ranks hosts the store, so that a lost store means a lost rank.
+    """
+
+    def __init__(self, open_board: Callable[[], Board], keeps_store: bool = True) -> None:
+        self.board = open_board()
+        """The board that it reads."""
+        self._older: Board | None = None  # that other ranks may still read in this block
+        self.block = Watched(0, is_open=False, is_done=True)
+        """The open block, or the last one."""
+        self._keeps_store = keeps_store
+        self._threads = list[threading.Thread]()  # the last one reads the board; an older one waits for a store
+        self._is_fork = self._is_asleep = self._exits = False
+        self._make_locks()
+        _watches.add(self)
+
+    def _make_locks(self) -> None:
+        self._changed = threading.Condition()
+        self._looking = threading.Lock()  # held while a board in memory is read and written
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        progress: Callable[[], Progress],
+        abort: Callable[[], bool] = bool,
+        on_fork: Callable[[], object] = bool,
+    ) -> None:
+        """Begin to watch the next block, unless one is open. :class:`Watched` documents the arguments."""
+        if self.block.is_open or self._is_fork:
+            return
+        self.block = Watched(self.block.number + 1, progress, abort, on_fork)
+        self._older, self.board.block = None, self.block.number
+        if self.board.world_size > 1:
+            with self._changed:
+                self._wake()
+
+    def use(self, board: Board) -> None:
+        """Read this board from now on, in a new thread: the connection to a store may take seconds."""
+        board.block = self.block.number
+        self._older, self.board = self.board, board
+        self.block.is_posted = self.block.own is None
+        if not self._is_fork:
+            with self._changed:
+                self._start()
+
+    def end(self) -> None:
+        """Stop watching, and tell the other ranks that this one has left the block."""
+        block, board = self.block, self.board
+        block.is_open = False
+        block.progress, block.abort, block.on_fork = Progress, bool, bool  # they refer to the process group
+        if self._is_fork:
+            return
+        if board.outlives:  # the thread is not woken up, because that would take as long as a short block
+            with self._looking:
+                board.tell(block.posted._replace(done=True))
+                block.is_done = True
+            return
+        with self._changed:
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: block.is_done or block.failed, TIMEOUTS.look)  # a store may block it
+
+    def refresh(self, seconds: float, *, ring: bool = False) -> bool:
+        """Read the board, and return whether that was possible within ``seconds``.
+
+        Args:
+            seconds: The longest time to wait.
+            ring: Whether to ask the other ranks for their progress.
+        """
+        block = self.block
+        if self._is_fork:
+            return False
+        with self._changed:
+            block.is_rung |= ring
+            block.wanted += 1
+            wanted = block.wanted
+            self._wake()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: block.looked >= wanted or block.failed, seconds)
+            return block.looked >= wanted
+
+    def post(self, note: Note, seconds: float) -> None:
+        """Post a note, and try to wait until the other ranks can read it even if this process ends."""
+        deadline, block = time.monotonic() + seconds, self.block
+        block.own, block.is_posted = note, False
+        others = set(range(self.board.world_size)) - {self.board.rank}
+        while self.refresh(max(deadline - time.monotonic(), 0.0)) and not self.board.outlives:
+            heard = {rank for rank, progress in block.news.progress.items() if progress.heard}
+            gone = {note.rank for note in block.news.notes} | set(block.news.ended)
+            if others <= heard | gone or time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+
+    def exit(self) -> None:
+        """End the thread before the interpreter shuts down, when the answer of a store would abort the process."""
+        with self._changed:
+            self._exits = True
+            self._changed.notify_all()
+        for thread in self._threads[-2:]:
+            thread.join(TIMEOUTS.note)
+
+    def become_fork(self) -> None:
+        """Do nothing from now on: this process is a fork of the rank, which has the thread and the connections."""
+        self._is_fork = True
+        self._make_locks()  # another thread may have held them
+        if self.block.is_open:
+            self.block.on_fork()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Start the thread, or wake it up if it sleeps between blocks; the caller holds the condition."""
+        if not self._threads:
+            self._start()
+        elif self._is_asleep or not self.board.outlives:
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"join watch of rank {self.board.rank}", daemon=True)
+        self._threads = [*self._threads[-1:], thread]
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread can be had: failures show when collectives break
+            self._threads, self.block.failed = [], True
+            _logger.warning("rank %d cannot watch the other ranks: %s", self.board.rank, error)
+
+    def _is_needed(self) -> bool:
+        """Return whether the thread that calls this should continue."""
+        return not self._exits and self._threads[-1:] == [threading.current_thread()]
+
+    def _run(self) -> None:
+        while self._is_needed():
+            with self._changed:
+                self._is_asleep = True
+                self._changed.wait_for(lambda: not self._is_needed() or not self.block.is_done, TIMEOUTS.idle)
+                self._is_asleep = False
+                if self.block.is_done and self._is_needed():
+                    self._threads = []
+                    return
+                block = self.block
+            try:
+                self._look_until_the_end(block)
+            except Exception as error:  # the store is gone, with the process that hosted it
+                self._go_without_board(block, error)
+            if self._is_needed():
+                with self._changed:
+                    block.is_done = True
+                    self._changed.notify_all()
+
+    def _go_without_board(self, block: Watched, error: Exception) -> None:
+        _logger.info("rank %d cannot read the messages of other ranks: %r", self.board.rank, error)
+        if not self._is_needed():
+            return
+        with self._changed:
+            block.failed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not (block.is_open and self._is_needed()), TIMEOUTS.abort)
+        if block.is_open and self._is_needed() and self._keeps_store:
+            self._abort_for(block, News())
+        while block.is_open and self._is_needed():
+            time.sleep(TIMEOUTS.look)
+
+    def _look_until_the_end(self, block: Watched) -> None:
+        is_posting, beat = False, 0
+        board = self.board
+        while block.is_open and self._is_needed():
+            with self._changed:
+                note, is_posted, block.is_posted = block.own, block.is_posted, True
+                wanted, rings = block.wanted, block.is_rung
+            if note is not None and not is_posted:
+                board.post(note)
+                if self._older is not None:
+                    Aside(partial(self._older.post, note))
+            elif rings and not is_posting:
+                board.ring()
+            ended = board.ended()  # is read before the notes, which an ended rank has then posted
+            is_posting = is_posting or bool(ended) or board.is_rung()
+            if is_posting and self._is_needed():
+                beat += 1
+                block.news = _read(board, ended)
+                block.posted = block.progress()._replace(heard=len(block.news.notes), beat=beat)
+                with self._looking:
+                    if block.is_open:
+                        board.tell(block.posted)
+                self._abort_if_lost(block)
+            with self._changed:
+                block.looked = wanted
+                self._changed.notify_all()
+                if block.wanted == wanted and block.is_open and self._is_needed():
+                    self._changed.wait(TIMEOUTS.look * max(1.0, board.world_size / _RANKS_AT_ONCE))
+        if not (board.outlives or block.is_open):
+            board.tell(block.posted._replace(done=True))
+
+    def _abort_if_lost(self, block: Watched) -> None:
+        """Abort the operations of this rank if it has not found the failure of another rank after a while."""
+        news, now = block.news, time.monotonic()
+        if not (news.notes or news.ended):
+            block.lost_since = float("inf")
+            return
+        block.lost_since = min(block.lost_since, now)
+        if now - block.lost_since >= TIMEOUTS.abort:
+            self._abort_for(block, news)
+            if not news.notes and not block.has_reported:  # some ranks may not see that a process has ended
+                block.has_reported = True
+                self.board.post(Note(self.board.rank, news.ended[0], "", text_of_gone(news.ended)))
+
+    def _abort_for(self, block: Watched, news: News) -> None:
+        if block.abort():
+            block.aborted_for = block.aborted_for or news
+
+
+def _read(board: Board, ended: list[int]) -> News:
+    notes = [note for note in board.notes() if note.rank != board.rank]
+    progress = {rank: posted for rank, posted in board.progress().items() if rank != board.rank}
+    return News(notes, progress, [rank for rank in ended if rank not in progress or not progress[rank].done])
+
+
+def text_of_gone(ranks: list[int]) -> str:
+    """Return the text about ranks whose processes are gone. An empty list means that the store is gone, too."""
+    gone = f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {ranks} are gone"
+    if not ranks:
+        gone = "another rank is gone, together with the store of the process group"
+    #: If memory has run out, the kernel's log says so. After that, restart all processes from a checkpoint.
+    return (
+        f"{gone}, without an exception that other ranks could read. Its process was killed, ended by os._exit, lost its"
+        " connection, or never entered the block. Look for the reason in its output and in the kernel's log. [J064]"
+    )
+
+
+@atexit.register
+def _exit() -> None:
+    for watch in list(_watches):
+        watch.exit()
+
+
+def _become_fork() -> None:
+    for watch in list(_watches):
+        watch.become_fork()
+
+
+os.register_at_fork(after_in_child=_become_fork)

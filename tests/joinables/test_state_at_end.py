@@ -549,25 +549,33 @@ class Lookahead(torch.optim.Optimizer):
             self.state[parameter]["slow"] = slow
 
 
-OPTIMIZERS_INSIDE = {"lookahead": lambda params: Lookahead(torch.optim.SGD(params, lr=0.1, momentum=0.9))}
+class WithOptimizersKeys(Lookahead):
+    """Its ``state_dict`` has the entries of an optimizer's."""
+
+    def state_dict(self) -> Any:
+        return {"state": super().state_dict(), "param_groups": []}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state["state"])
 
 
-def looking_ahead(rank: int) -> dict[str, torch.Tensor]:
+def looking_ahead(rank: int, kind: type[Lookahead]) -> dict[str, torch.Tensor]:
     ddp = DistributedDataParallel(build("mlp"))
-    optimizer = OPTIMIZERS_INSIDE["lookahead"](ddp.parameters())
+    optimizer = kind(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
     with Join([ddp, optimizer], divide_by_initial_world_size=False):
         for step in range((1, 4, 0)[rank]):
             one_step(optimizer, lambda step=step: loss_of(ddp, *batch(rank, 0, step)))
     return flat_state(ddp.module.state_dict(), optimizer.state_dict())
 
 
-def test_a_wrapper_with_state_of_its_own(pool: Pool) -> None:
+@pytest.mark.parametrize("kind", [Lookahead, WithOptimizersKeys])
+def test_a_wrapper_with_state_of_its_own(pool: Pool, kind: type[Lookahead]) -> None:
     model = build("mlp")
-    optimizer = OPTIMIZERS_INSIDE["lookahead"](model.parameters())
+    optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for step in range(4):
         data = [batch(rank, 0, step) for rank in range(RANKS) if (1, 4, 0)[rank] > step]
         one_step(optimizer, lambda data=data: sum(loss_of(model, x, y) for x, y in data) / len(data))  # type: ignore[return-value]
-    for state in pool.run(looking_ahead, ranks=RANKS):
+    for state in pool.run(looking_ahead, kind, ranks=RANKS):
         assert_same(state, flat_state(model.state_dict(), optimizer.state_dict()), TOLERANCE)
 
 

@@ -100,7 +100,7 @@ MUTANTS = [
         "joinables/ddp/reduction.py",
         "if window is not None and not self._was_zeroed(window):",
         "if window is not None and not self.last_result.has_no_gradient:",
-        "tests/joinables/ddp/test_window_over_blocks.py::test_equals_one_process",
+        "tests/joinables/ddp/test_window_over_blocks.py::test_a_result_under_the_window",
     ),
     Mutant(
         "joinables/ddp/reduction.py",
@@ -481,7 +481,7 @@ MUTANTS = [
         "joinables/ddp/reduction.py",
         "            self.last_result.add(-1.0)",
         "            pass",
-        "tests/joinables/test_random_blocks.py::test_what_was_found",
+        "tests/joinables/ddp/test_window_over_blocks.py::test_a_result_under_the_window",
     ),
     Mutant(
         "joinables/ddp/reduction.py",

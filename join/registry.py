@@ -28,16 +28,7 @@ def register_joinable(cls: type[T], adapter: Callable[[T], Joinable | Sequence[J
         cls: The class. An adapter that was registered for it earlier is replaced.
         adapter: A function from the object to its joinable, or to several joinables in their order. It is called when a
             ``Join`` is built, and each time that it is entered. It must not modify the object; ``Joinable.attach`` may.
-
-    Raises:
-        TypeError: If ``cls`` is not a class, or ``adapter`` cannot be called.
     """
-    if not isinstance(cls, type):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"cls={cls!r} is not a class. Pass the class of the objects that the adapter is for. [J094]")
-    if not callable(adapter):
-        raise TypeError(
-            f"adapter={adapter!r} cannot be called. Pass a function that returns the joinables of an object. [J095]"
-        )
     _adapters[cls] = adapter
 
 

@@ -57,7 +57,6 @@ class ZeroStep(Announcing):
             gradients of all parameters. By default, gradients stay unchanged.
 
     Raises:
-        TypeError: If ``optimizer`` has another class.
         ValueError: If ``optimizer`` has ``overlap_with_ddp=True``. Its step runs inside DDP's communication hook, where
             it cannot be shadowed.
     """
@@ -68,11 +67,6 @@ class ZeroStep(Announcing):
     def __init__(
         self, optimizer: ZeroRedundancyOptimizer, transform_gradients: Callable[[], object] | None = None
     ) -> None:
-        if not isinstance(optimizer, ZeroRedundancyOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}, but ZeroStep is for a ZeroRedundancyOptimizer. List other"
-                " optimizers without ZeroStep. [J278]"
-            )
         super().__init__(optimizer, f"the step of {type(optimizer).__name__}")
         if overlaps_with_ddp(optimizer):
             raise ValueError(

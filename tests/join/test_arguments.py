@@ -185,13 +185,6 @@ def test_group_of_the_wrong_kind() -> None:
         collective_of(None)
 
 
-def test_register_joinable_checks_its_arguments() -> None:
-    with pytest.raises(TypeError, match="is not a class"):
-        register_joinable("Thing", Counter)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="cannot be called"):
-        register_joinable(Counter, None)  # type: ignore[arg-type]
-
-
 def test_registered_class_joins() -> None:
     class Thing:
         def __init__(self, group: Any) -> None:

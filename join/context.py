@@ -8,8 +8,7 @@ inside a block, and ``join.loop`` the loops over :meth:`Join.iterate`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -122,7 +121,7 @@ class Join:
         loss_divided_by: int = 1,
         **kwargs: Any,
     ) -> None:
-        with self._told_to_others():
+        try:
             self._enable, self._group = enable, process_group
             self._timeout = checked_timeout(timeout)
             self._objects = listed(joinables, process_group)
@@ -133,6 +132,9 @@ class Join:
             self._throw, self._kwargs = throw_on_early_termination, kwargs
             self._divisor = checked_divisor(loss_divided_by)
             self._over_all_ranks = bool(kwargs.get("divide_by_initial_world_size", True))
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def _reset(self) -> None:
         """Make new joinables for the objects, and forget the report: both belong to the previous block."""
@@ -555,7 +557,7 @@ class Join:
     def __enter__(self) -> Self:
         if self._scope is not None:
             raise JoinError("This Join is open already. Leave its block first, or make another Join. [J058]")
-        with self._told_to_others():
+        try:
             self._reset()
             for joinable in self._joinables:
                 if join_of(joinable.join_target) is not None:
@@ -572,6 +574,9 @@ class Join:
             arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
             self._block.enter(self, entered_with(self._joinables, arguments, self._divisor))
             return self
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -598,20 +603,15 @@ class Join:
                 stacklevel=3,
             )
 
-    @contextmanager
-    def _told_to_others(self) -> Generator[None]:
-        """Send an exception to the other ranks, which wait for this one to enter a block, and leave it."""
+    def _give_up(self, error: BaseException) -> None:
+        """Leave the block, as far as it was entered, and send ``error`` to the other ranks, which wait for this one."""
         try:
-            yield
-        except BaseException as error:
-            try:
-                if self._block is not None:
-                    self._block.tell(error)
-                elif self._enable and (collective := collective_to_tell(self._objects, self._group)) is not None:
-                    report_failed_entry(collective, error)
-            finally:
-                self._close()
-            raise
+            if self._block is not None:
+                self._block.tell(error)
+            elif self._enable and (collective := collective_to_tell(self._objects, self._group)) is not None:
+                report_failed_entry(collective, error)
+        finally:
+            self._close()
 
     def _close(self) -> None:
         """Undo what entering the block has done, as far as it got."""

@@ -137,8 +137,9 @@ class Watch:
         """Begin to watch the next block, unless one is open. :class:`Watched` documents the arguments."""
         if self.block.is_open or self._is_fork:
             return
-        self.block = Watched(self.block.number + 1, progress, abort, on_fork)
-        self._older, self.board.block = None, self.block.number
+        number = self.block.number + 1
+        self._older, self.board.block = None, number
+        self.block = Watched(number, progress, abort, on_fork)  # at last, for an exception in these lines
         if self.board.world_size > 1:
             with self._changed:
                 self._wake()

@@ -90,7 +90,11 @@ def asking(rank: int, iterates: bool) -> list[str]:
         batches = iter(block.iterate([x] * 2) if iterates else [x] * 2)
         for step, x in enumerate(batches):
             if (rank, step) == (FORKS, 0) and (pid := os.fork()) == 0:
-                uses = [lambda: ddp(x).sum().backward(), lambda: Join([ddp]).open(), lambda: Join([], process_group=None).open()]
+                uses = [
+                    lambda: ddp(x).sum().backward(),
+                    lambda: Join([ddp]).open(),
+                    lambda: Join([], process_group=None).open(),
+                ]
                 uses += [lambda: block.scale(x)]
                 uses += [lambda: block.is_last_step, lambda: list(batches)] if iterates else []
                 os.write(writes, "\n".join([*map(found_by, uses), found_by(block.close)]).encode())

@@ -60,7 +60,8 @@ def test_a_rank_that_fails_before_its_block(ending: Ending, how: str) -> None:
 class Broken(Counter):
     """A joinable that cannot be entered for the second time, or not at all."""
 
-    where, error, entries = "", ValueError, 1
+    where, entries = "", 1
+    error: type[BaseException] = ValueError
 
     def _enter(self, where: str) -> None:
         if where == self.where:

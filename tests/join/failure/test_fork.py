@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -52,7 +52,7 @@ def training(rank: int, how: str, iterates: bool) -> list[torch.Tensor] | None:
         loader = loader_of(rank, how)
         for step, (x, y) in enumerate(block.iterate(loader) if iterates else loader):
             if (rank, step, how) == (FORKS, 1, "subprocess"):
-                subprocess.run(["true"], check=True, preexec_fn=list)  # noqa: PLW1509
+                subprocess.run(["true"], check=True, preexec_fn=list)
             elif (rank, step) == (FORKS, 1) and how in ENDS:
                 end, code = ENDS[how]
                 if (pid := os.fork()) == 0:
@@ -82,6 +82,19 @@ def found_by(call: Callable[[], object]) -> str:
     return "fine"
 
 
+def uses_of(block: Join, ddp: Any, x: torch.Tensor, batches: Iterator[Any]) -> list[Callable[[], object]]:
+    """Uses of a block; the last one leaves it."""
+    uses: list[Callable[[], object]] = [
+        lambda: ddp(x).sum().backward(),
+        lambda: Join([ddp]).open(),
+        lambda: Join([], process_group=None).open(),
+        lambda: block.scale(x),
+    ]
+    if isinstance(batches, Generator):
+        uses += [lambda: block.is_last_step, lambda: list(batches)]
+    return [*uses, block.close]
+
+
 def asking(rank: int, iterates: bool) -> list[str]:
     """Let a fork of rank 1 use each part of its block, and then leave it."""
     ddp, (x, _) = DistributedDataParallel(build("mlp")), batch(0, 0, 0)
@@ -90,14 +103,7 @@ def asking(rank: int, iterates: bool) -> list[str]:
         batches = iter(block.iterate([x] * 2) if iterates else [x] * 2)
         for step, x in enumerate(batches):
             if (rank, step) == (FORKS, 0) and (pid := os.fork()) == 0:
-                uses = [
-                    lambda: ddp(x).sum().backward(),
-                    lambda: Join([ddp]).open(),
-                    lambda: Join([], process_group=None).open(),
-                ]
-                uses += [lambda: block.scale(x)]
-                uses += [lambda: block.is_last_step, lambda: list(batches)] if iterates else []
-                os.write(writes, "\n".join([*map(found_by, uses), found_by(block.close)]).encode())
+                os.write(writes, "\n".join(map(found_by, uses_of(block, ddp, x, batches))).encode())
                 os._exit(0)
             elif (rank, step) == (FORKS, 0):
                 os.close(writes)
@@ -112,6 +118,6 @@ def asking(rank: int, iterates: bool) -> list[str]:
 @pytest.mark.parametrize("iterates", [False, True])
 def test_a_fork_is_not_a_rank(ending: Ending, iterates: bool, over_group: bool) -> None:
     *used, left = ending.run(asking, iterates, over_group=over_group, limit=30)[FORKS]
-    assert left == "fine"
+    assert left == "fine" and len(used) == (6 if iterates else 4)
     for text in used:
         assert "J581" in text or "J059" in text, used

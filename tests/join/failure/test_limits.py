@@ -22,10 +22,10 @@ def take_threads(name: str) -> None:
     """Start no thread any more whose name begins so."""
     start = threading.Thread.start
 
-    def limited(thread: threading.Thread) -> None:
-        if thread.name.startswith(name):
+    def limited(self: threading.Thread) -> None:
+        if self.name.startswith(name):
             raise RuntimeError("can't start new thread")
-        start(thread)
+        start(self)
 
     threading.Thread.start = limited
 

@@ -1,4 +1,4 @@
-"""What blocks need beside the process group is made once a group: nothing stays of a block, and none waits for a store."""
+"""What blocks need beside the process group is made once a group: nothing stays of a block, none waits for a store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 

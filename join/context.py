@@ -294,6 +294,8 @@ class Join:
             raise JoinError(
                 "join.scale was called outside its block. Write with Join([...]) as join: around it. [J469]"
             )
+        if block is not None and block.channel.guard.is_fork:
+            block.channel.guard.raise_closed()
         if step is not None:
             engine = self._collective.world_size if divided_over is None else checked_divided_over(divided_over)
             for joinable in self._joinables if divided_over is None else ():

@@ -98,6 +98,8 @@ class Guard:
             JoinTimeoutError: If a rank does not arrive within ``timeout``, or another rank has waited for this one that
                 long.
         """
+        if self.is_fork:
+            self.raise_closed()  # the message is for the parent process
         try:
             if not work.is_completed():
                 self.doing = doing

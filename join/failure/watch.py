@@ -243,8 +243,9 @@ class Watch:
                 self._is_asleep = True
                 self._changed.wait_for(lambda: not self._is_needed() or not self.block.is_done, TIMEOUTS.idle)
                 self._is_asleep = False
-                if self.block.is_done and self._is_needed():
-                    self._threads = []
+                if self.block.is_done:  # nothing is written at exit, since the board may have failed
+                    if self._is_needed():
+                        self._threads = []
                     return
                 block = self.block
             try:

@@ -1,7 +1,8 @@
-"""A rank that cannot build or enter its block: the other ranks, which wait for it there, get its error."""
+"""A rank that cannot build or enter its block, or never leaves it: the other ranks, which wait, get its error."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, Joinable
+from join.collectives import collective_of
 from tests.ending import Ending
+from tests.join.counter import Counter
+from tests.meeting import tell, wait_for
 
 
 def fail(ddp: DistributedDataParallel, how: str) -> None:
@@ -51,3 +55,82 @@ def test_a_rank_that_fails_before_its_block(ending: Ending, how: str) -> None:
     own, *others = ending.run(one_rank_fails, how)
     assert FAILURES[how] in own
     assert all(found.startswith("PeerError: rank 0 failed") and FAILURES[how] in found for found in others)
+
+
+class Broken(Counter):
+    """A joinable that cannot be entered for the second time, or not at all."""
+
+    where, entries = "", 1
+    error: type[BaseException] = ValueError
+
+    def _enter(self, where: str) -> None:
+        if where == self.where:
+            self.entries -= 1
+            if self.entries == 0:
+                raise self.error("mine")
+
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        self._enter("before_entering")
+        return super().before_entering(listed)
+
+    def attach(self, join: Join) -> None:
+        super().attach(join)
+        self._enter("attach")
+
+
+def entering(rank: int, where: str, error: type[BaseException], block: str) -> str:
+    """Rank 0 cannot enter a block, and goes on until the others have ended."""
+    broken, outer = Broken(collective_of(None)), Counter(collective_of(None))
+    broken.entries, broken.error = 2 if block == "second" else 1, error
+    broken.where = where if rank == 0 else ""
+    text = "fine"
+    try:
+        if block == "nested":
+            with Join([outer]), Join([broken]):
+                broken()
+        for _ in range(2):
+            with Join([broken]):
+                broken()
+    except BaseException as caught:
+        text = f"{type(caught).__name__}: {caught}"
+    tell()
+    wait_for([1, 2] if rank == 0 else [])
+    return text
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+@pytest.mark.parametrize("block", ["first", "second", "nested"])
+@pytest.mark.parametrize(("where", "error"), [("before_entering", ValueError), ("attach", KeyboardInterrupt)])
+def test_a_rank_that_fails_while_it_enters(
+    ending: Ending, where: str, error: type[BaseException], block: str, over_group: bool
+) -> None:
+    own, *others = ending.run(entering, where, error, block, over_group=over_group, limit=25)
+    assert own == f"{error.__name__}: mine"
+    for text in others:
+        assert text.startswith(f"PeerError: rank 0 failed: {own}. The process group cannot be used")
+
+
+def opening(rank: int, closes: bool) -> str:
+    """Rank 1 ends in its block, or has left it."""
+    counter = Counter(collective_of(None))
+    join = opened[0] = Join([counter]).open()
+    try:
+        counter()
+        if rank != 1 or closes:
+            join.close()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+opened: dict[int, Join] = {}  # so that a block stays open to the end of the process
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_process_that_ends_in_its_block(ending: Ending, closes: bool, over_group: bool) -> None:
+    zero, one, two = ending.ends(opening, closes, over_group=over_group, tidies=False, limit=25)
+    assert one.result == "fine" and ("Call join.close()" in one.stderr) is not closes, one.text
+    for end in (zero, two):
+        told = "fine" if closes else "PeerError: rank 1 failed: JoinError: Its process ended inside a Join block."
+        assert (end.result or "").startswith(told) and ("[J582]" in end.result) is not closes, end.result or end.text

@@ -201,6 +201,16 @@ def test_the_thread_ends_without_a_block(store: dist.TCPStore) -> None:
         watch.end()
 
 
+def test_nothing_is_written_at_exit(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has lost its board would say that it has left well."""
+    watch, told = start(store, 0)[0], list[Progress]()
+    assert watch.refresh(SECONDS)
+    watch.end()
+    monkeypatch.setattr(watch.board, "tell", told.append)
+    watch.exit()
+    assert not told
+
+
 def test_a_note_is_posted_at_once(store: dist.TCPStore) -> None:
     watch = Watch(lambda: Memory(0, 3, store))
     with using(look=5.0):

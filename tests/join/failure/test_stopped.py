@@ -1,0 +1,85 @@
+"""A rank that is stopped while ranks enter or leave a block: the others wait for it as long as ``timeout`` says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import join.block
+from join import Join
+from join.collectives import messages, shared_memory
+from tests.ending import Ending, Running
+from tests.meeting import tell, wait_for
+from tests.models import batch, build
+from tests.pool import Pool
+from tests.shorter import using
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "memory": (shared_memory, "opened"),
+    "messages": (messages, "connect"),
+    "copy": (join.block, "copy_state"),
+}
+NEVER = 1e9  # seconds
+
+
+def arriving(rank: int, place: str, timeout: float | None, seconds: float, silent: float = 30.0) -> str:
+    """Run an uneven block; rank 1 comes late to a place by some seconds, or never."""
+    (owner, name), text = PLACES[place], "fine"
+    then, store = getattr(owner, name), dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.set("pid of rank 1", str(os.getpid()))
+
+    def late(*args: Any, **options: Any) -> Any:
+        time.sleep(seconds) if seconds < NEVER else os.kill(os.getpid(), signal.SIGSTOP)
+        return then(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, using(silent=silent, note=0.5):
+        if rank == 1:
+            patch.setattr(owner, name, late)
+        module = DistributedDataParallel(build("mlp"))
+        try:
+            with Join([module], timeout=timeout):
+                for step in range((2, 1, 0)[rank]):
+                    module(batch(rank, 0, step)[0]).sum().backward()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+    if seconds == NEVER:
+        tell()
+        wait_for([2, 0])
+        if rank == 0:
+            os.kill(int(store.get("pid of rank 1")), signal.SIGKILL)
+    return text
+
+
+Stop = tuple[str, bool, float | None]
+STOPS: list[Stop] = [("memory", False, 2.0), ("messages", True, 2.0), ("copy", False, 2.0), ("copy", True, 2.0)]
+STOPS += [("memory", False, None), ("messages", True, None)]
+
+
+@pytest.fixture(scope="module")
+def started(ending: Ending) -> dict[Stop, Running]:
+    """All at once: most of what they do is to wait."""
+    return {
+        stop: ending.start(arriving, stop[0], stop[2], NEVER, 2.0, over_group=stop[1], tidies=False, limit=40)
+        for stop in STOPS
+    }
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_stopped_rank_is_named(started: dict[Stop, Running], stop: Stop) -> None:
+    ends = started[stop].ends()
+    told = "PeerError: rank 1 is gone" if stop[2] is None else "JoinTimeoutError: "
+    for rank in (0, 2):
+        assert (ends[rank].result or "").startswith(told), ends[rank].result or ends[rank].text
+        assert stop[2] is None or "Ranks [1] announced no collective within timeout=2 s" in ends[rank].result
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+def test_a_copy_may_take_longer(pool: Pool, over_group: bool) -> None:
+    assert pool.run(arriving, "copy", 1.0, 2.5, over_group=over_group) == ["fine"] * 3

@@ -63,6 +63,7 @@ NAVIGATION: dict[str, Any] = {
     "Tutorials": {"The demo": "howto/demo.md"},  # and all scripts and notebooks in tutorials
     "When it goes wrong": {
         "Failures": "failures.md",
+        "Interrupted everywhere": "interrupted.md",
         "Errors": "errors.md",
         "Profiling": "profiling.md",
         "Checking a machine": "check.md",

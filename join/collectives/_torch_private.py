@@ -248,8 +248,10 @@ def abort_on_devices(seconds: float, more: Iterable[Callable[[], object]] = ()) 
     hanging = [backend for backend in backends if backend.name() not in ("gloo", "mpi") and hasattr(backend, "abort")]
     new = [backend for backend in hanging if backend not in _aborted]
     _aborted.extend(new)
-    deadline = time.monotonic() + seconds
-    for aborting in [Aside(call) for call in (*(backend.abort for backend in new), *more)]:
+    deadline, started = time.monotonic() + seconds, list[Aside]()
+    with suppress(RuntimeError):  # there may be no thread left
+        started += (Aside(call) for call in (*(backend.abort for backend in new), *more))
+    for aborting in started:
         with suppress(Exception):
             aborting.wait(timedelta(seconds=max(0.0, deadline - time.monotonic())))
     return bool(hanging)

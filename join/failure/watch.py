@@ -219,7 +219,7 @@ class Watch:
 
     def _wake(self) -> None:
         """Start the thread, or wake it up if it sleeps between blocks; the caller holds the condition."""
-        if not self._threads:
+        if not (self._threads and self._threads[-1].is_alive()):
             self._start()
         elif self._is_asleep or not self.board.outlives:
             self._changed.notify_all()

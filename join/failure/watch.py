@@ -279,8 +279,8 @@ class Watch:
                 wanted, rings = block.wanted, block.is_rung
             if note is not None and not is_posted:
                 board.post(note)
-                if self._older is not None:
-                    Aside(partial(self._older.post, note))
+                for other in {self.board, self._older or board} - {board}:
+                    Aside(partial(other.post, note))
             elif rings and not is_posting:
                 board.ring()
             ended = board.ended()  # is read before the notes, which an ended rank has then posted

@@ -386,5 +386,8 @@ class OpenBlock:
             joinable.detach()
 
     def _close_channel(self) -> None:
-        if self.channel.close(self._scope):
-            channels.pop(id(self._collective), None)
+        try:
+            self.channel.close(self._scope)
+        finally:  # even if it was interrupted
+            if not set(self.channel.roster.scopes) - {self._scope}:
+                channels.pop(id(self._collective), None)

@@ -239,15 +239,15 @@ class Guard:
         Returns:
             The error to raise instead, if ``error`` is a consequence of another rank's failure.
         """
-        cause = self.explain(error)
-        closes = False
+        is_found = bool(self.closed) and isinstance(error, PeerError)  # while waiting; the search takes seconds
+        cause, closes = None if is_found else self.explain(error), False
         if cause is None and not self.closed:
             closes = is_alone or not isinstance(error, JoinError)
             self.closed, self.is_lost = f"this rank raised {type(error).__name__}", True
             self.peers.post(error)
         if self.is_lost and self._collective.world_size > 1:
             # Without this, code that handles the error waits for the device as soon as it reads a tensor.
-            self._collective.abort(connections=closes or cause is not None)
+            self._collective.abort(connections=closes or cause is not None or is_broken(error))
         return cause
 
     def explain(self, error: BaseException) -> JoinError | None:

@@ -153,8 +153,8 @@ class Channel:
         self.guard.peers.use(self.collective.board())
         self.guard.is_connecting = False
 
-    def close(self, scope: Scope) -> bool:
-        """Remove the members of a block that is left; return whether it was the last open block of the group."""
+    def close(self, scope: Scope) -> None:
+        """Remove the members of a block that is left."""
         self.has_run_out = False  # a block around this one may continue
         scopes = tuple(other for other in self.roster.scopes if other is not scope)
         self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
@@ -163,7 +163,6 @@ class Channel:
         if not scopes:
             self.headers.last = SentHeader()
             self.guard.end()
-        return not scopes
 
     def _set_roster(self, roster: Roster) -> None:
         self.roster = roster

@@ -266,7 +266,9 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Close the gloo connections of ``group``, so that all of its running operations fail, here and on the other ranks.
+    """Close the gloo connections of ``group``, so that its running operations fail.
+
+    All of them fail here. On the other ranks, those fail that wait for this rank.
 
     Replaces ``ProcessGroupGloo.abort``, which fails no operation up to torch 2.13. Gloo closes all connections when a
     wait has taken too long, so this function waits for a message that no rank sends. One connection is enough, and the

@@ -93,7 +93,7 @@ def _lead(store: dist.Store, world_size: int) -> dist.Store:
             raise dist.DistStoreError(f"ranks {missing} of {world_size} have not arrived at the launch")
         for rank in missing:
             if store.check([f"hello/{rank}"]):
-                word = store.get(f"hello/{rank}").decode()
+                word = store.get(f"hello/{rank}").decode(errors="replace")
                 if words.get(rank) != word:
                     store.set(f"name/{word}", name)
                     words[rank] = word

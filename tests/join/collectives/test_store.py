@@ -59,6 +59,12 @@ def test_ranks_that_are_gone_had_come_alone(server: dist.TCPStore) -> None:
     meet(server, 4, late=3)
 
 
+def test_a_word_of_a_stranger_that_is_no_text_is_ignored(server: dist.TCPStore) -> None:
+    """A rank that comes later writes over it."""
+    client(server).set("hello/1", b"\xff")  # pyright: ignore[reportArgumentType]
+    meet(server, 2, late=1)
+
+
 def test_a_rank_does_not_come(server: dist.TCPStore) -> None:
     store = client(server)
     store.set_timeout(timedelta(seconds=0.1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,17 +64,20 @@ STOPS += [("memory", False, None), ("messages", True, None)]
 
 
 @pytest.fixture(scope="module")
-def started(ending: Ending) -> dict[Stop, Running]:
+def started(ending: Ending) -> Iterator[dict[Stop, Running]]:
     """All at once: most of what they do is to wait."""
-    return {
+    running = {
         stop: ending.start(arriving, stop[0], stop[2], NEVER, 2.0, over_group=stop[1], tidies=False, limit=40)
         for stop in STOPS
     }
+    yield running
+    for each in running.values():  # whose tests run elsewhere
+        each.ends()
 
 
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_stopped_rank_is_named(started: dict[Stop, Running], stop: Stop) -> None:
-    ends = started[stop].ends()
+    ends = started.pop(stop).ends()
     told = "PeerError: rank 1 is gone" if stop[2] is None else "JoinTimeoutError: "
     for rank in (0, 2):
         assert (ends[rank].result or "").startswith(told), ends[rank].result or ends[rank].text

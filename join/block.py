@@ -158,7 +158,7 @@ class OpenBlock:
     # -- entering -----------------------------------------------------------------------------------------------------
 
     def enter(self, join: Any, entered_with: Sequence[str]) -> None:
-        """Enter the block of ``join`` with all ranks, or leave nothing behind and send the exception to the others.
+        """Enter the block of ``join`` with all ranks. After an exception, the caller calls :meth:`tell` and ``undo``.
 
         The ranks check that all enter with the same objects, arguments and values (``Joinable.before_entering``). The
         check is awaited at once if objects or arguments are new to the group, and before the first header if an earlier

@@ -286,9 +286,9 @@ class Collective(ABC):
         """Never run the group's destructor, which would wait for an operation that no other rank joins."""
 
     @final
-    def finish(self, work: Work, tensor: torch.Tensor) -> None:
-        """Wait for an operation on ``tensor``. Inside a block, raise its error if another rank fails meanwhile."""
-        if self.waiter is None or not tensor.is_cpu:
+    def finish(self, work: Work, *, on_cpu: bool = True) -> None:
+        """Wait for an operation. On the CPU, inside a block, raise an error if another rank fails meanwhile."""
+        if self.waiter is None or not on_cpu:
             work.wait()
         else:
             self.waiter(work)
@@ -310,10 +310,10 @@ class Collective(ABC):
         is_source = self.rank == source
         data, ok = _packed(value, plain) if is_source else (bytearray(), True)
         head = torch.tensor([len(data), ok], dtype=torch.int64, device="cpu")
-        self.finish(self.broadcast(head, source), head)  # checks the source
+        self.finish(self.broadcast(head, source))  # checks the source
         size, ok = int(head[0]), bool(head[1])
         data = data or bytearray(size)
-        self.finish(self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source), head)
+        self.finish(self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source))
         if not ok:
             raise RuntimeError(
                 f"Rank {source} cannot pickle the object to broadcast ({data.decode()}). Send an object that pickle"
@@ -338,7 +338,7 @@ class Collective(ABC):
         if outputs is None:
             outputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
         received = [output.contiguous() for output in outputs]  # which returns contiguous tensors themselves
-        self.finish(self.all_gather_into(tensor, received), tensor)
+        self.finish(self.all_gather_into(tensor, received), on_cpu=tensor.is_cpu)
         for output, gathered in zip(outputs, received, strict=True):
             if output is not gathered:
                 output.copy_(gathered)
@@ -383,7 +383,7 @@ class Collective(ABC):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks passed ``True``, or with ``all=False`` whether any did; equal on every rank."""
         vote = torch.tensor([int(decision)], device="cpu")
-        self.finish(self.all_reduce(vote, "min" if all else "max"), vote)
+        self.finish(self.all_reduce(vote, "min" if all else "max"))
         return bool(vote.item())
 
     # -- for backends -------------------------------------------------------------------------------------------------

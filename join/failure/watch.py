@@ -205,7 +205,7 @@ class Watch:
         with self._changed:
             self._exits = True
             self._changed.notify_all()
-        for thread in self._threads[-2:]:
+        for thread in self._threads:
             thread.join(TIMEOUTS.note)
 
     def become_fork(self) -> None:

@@ -78,9 +78,9 @@ def inject(rank: int, way: str, door: str, line: str) -> str:
     """What a rank ends with if rank 1 is interrupted or killed in a line."""
 
     def act(*place: str) -> None:
-        if place == (door, line) and way == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         if place == (door, line):
+            if way == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
             raise KeyboardInterrupt
 
     text = "fine"

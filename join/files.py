@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from join.collectives.shared_memory import machine
+from join.collectives.store import machine
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _prefix(process: object) -> str:
     """Return the start of the names of all files and folders of a process of this machine."""
     where = secrets.token_hex(8)
     with suppress(OSError):  # without /proc, no process can be recognised
-        where = re.sub(r"\W", "", machine())
+        where = re.sub(r"\W", "", machine("pid"))
     return f"joinables-{where}-{process}-"
 
 

@@ -29,6 +29,7 @@ import secrets
 import selectors
 import socket
 import struct
+import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
@@ -39,6 +40,7 @@ from typing import Any, TypeAlias
 
 from join.collectives.base import Collective
 from join.collectives.plain import as_json
+from join.collectives.store import machine
 from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
 
@@ -100,7 +102,8 @@ def meet(
                 listeners[address, listener.getsockname()[1]] = closing.enter_context(listener)
         why = "" if listeners else f"{SWITCH}=0 forbids it" if is_off else f"it cannot listen on {', '.join(addresses)}"
         release = f"joinables {VERSION} with message format {FORMAT}"
-        row: Row = [release, _machine(), list(listeners), secrets.token_hex(), why]
+        here = machine("net") if sys.platform == "linux" else socket.gethostname()
+        row: Row = [release, here, list(listeners), secrets.token_hex(), why]
         rows: list[Row] = collective.all_gather_object(row, plain=True)
         if any(theirs != release for theirs, *_ in rows):
             texts = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, *_) in enumerate(rows))
@@ -112,14 +115,6 @@ def meet(
             raise GaveUp(why)
         meeting = _Meeting(collective.rank, rows, sha256(as_json(rows)).digest(), distances)
         return meeting.run(listeners, min(TIMEOUTS.connect, limit or TIMEOUTS.connect))
-
-
-def _machine() -> str:
-    """Return a text that is equal for processes which reach each other by the loopback interface."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:  # this is not Linux
-        return socket.gethostname()
 
 
 def own_addresses(host: str = "") -> list[str]:

@@ -31,7 +31,6 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
 from typing_extensions import final, override
@@ -40,6 +39,7 @@ from join.collectives._torch_private import profiled
 from join.collectives.base import SUMS, Collective, FloatSum, Fold, Gather, Line, RollCall, Sum, V, folded
 from join.collectives.board import Board, Kind
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
+from join.collectives.store import machine
 from join.collectives.timeouts import TIMEOUTS
 
 SWITCH = "JOIN_SHARED_MEMORY"
@@ -146,11 +146,6 @@ def obstacle_found() -> str:
     return ""
 
 
-def machine() -> str:
-    """Return a text that is equal only for processes that see the same processes under the same numbers."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
 def _create(world_size: int) -> _Address:
     """Create the memory.
 
@@ -164,7 +159,7 @@ def _create(world_size: int) -> _Address:
     try:
         os.fchmod(file, 0o600)
         os.posix_fallocate(file, 0, Segment.size_for(world_size))  # raises if memory is short
-        return _Address(machine(), os.getpid(), file, name)
+        return _Address(machine("pid"), os.getpid(), file, name)
     except OSError:
         os.close(file)
         raise
@@ -174,7 +169,7 @@ def _open(address: _Address) -> int | None:
     """Open the memory of rank 0. Return its file, or ``None`` if it cannot be opened or should not be."""
     try:
         # On another machine, the same path may be an unrelated file.
-        if obstacle() or machine() != address.machine or address.name not in os.readlink(address.path):
+        if obstacle() or machine("pid") != address.machine or address.name not in os.readlink(address.path):
             return None
         return os.open(address.path, os.O_RDWR)
     except OSError:

@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import cast
 
 import torch.distributed as dist
@@ -44,6 +45,19 @@ def host_of(store: dist.Store) -> str:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else ""
+
+
+def machine(namespace: str) -> str:
+    """Return a text that is equal only for processes of this machine that share a namespace of Linux.
+
+    Args:
+        namespace: ``"pid"`` for processes that see the same processes under the same numbers, ``"net"`` for processes
+            that reach each other by the loopback interface.
+
+    Raises:
+        OSError: If this is not Linux.
+    """
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink(f'/proc/self/ns/{namespace}')}"
 
 
 def job_of(environ: Mapping[str, str], world_size: int) -> str:

@@ -57,13 +57,13 @@ class Guard:
         """Number of the header that this rank waits for, or has waited for last."""
         self.is_connecting = False
         """Whether the ranks are connecting, so that a rank which does not answer is gone."""
-        self.is_fork = False
-        """Whether this process was forked from the rank that opened the block."""
         self._collective, self._progress, self._look_for_skipped = collective, progress, look_for_skipped
         self._arrived_at, self._busy_for = time.monotonic(), 0.0
 
     def begin(self) -> None:
         """Begin to watch the other ranks; called when the first block of the group opens."""
+        if self.is_fork:
+            self.raise_closed()
         self.peers.begin()
         self._collective.waiter = self.wait_patiently
 
@@ -73,6 +73,11 @@ class Guard:
         self.peers.end()
         if self.is_lost:
             self._collective.hold()
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether this process was forked from the rank that made the group."""
+        return self.peers.is_fork
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -199,9 +204,9 @@ class Guard:
         """Raise a :class:`JoinError`, because nothing can be announced any more."""
         if self.is_fork:
             raise JoinError(
-                f"This process was forked from rank {self._collective.rank} inside a Join block, so it is not a rank."
-                " Train only in the process that entered the block, and use the fork for work without other ranks."
-                " [J581]"
+                f"This process was forked from rank {self._collective.rank}, after a Join block had begun, so it is not"
+                " a rank. Train only in the process that entered the block, and use the fork for work without other"
+                " ranks. [J581]"
             )
         raise JoinError(
             f"The Join block has already ended ({self.closed}). Leave the with statement before you continue. [J063]"
@@ -209,7 +214,7 @@ class Guard:
 
     def _leave_to_parent(self) -> None:
         """Do nothing more in the block, since this process is a fork of the rank."""
-        self.is_fork = self.is_lost = True
+        self.is_lost = True
         self.closed, self._collective.waiter = "this process is a fork", None
 
     def close_and_raise(self, error: JoinError) -> NoReturn:

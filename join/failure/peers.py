@@ -59,6 +59,11 @@ class Peers:
         self._watch.end()
 
     @property
+    def is_fork(self) -> bool:
+        """Whether this process was forked from a rank of the group."""
+        return self._watch.is_fork
+
+    @property
     def has_posted(self) -> bool:
         """Whether this rank has posted a note in the block."""
         return self._watch.block.own is not None

@@ -118,7 +118,9 @@ class Watch:
         """The open block, or the last one."""
         self._keeps_store = keeps_store
         self._threads = list[threading.Thread]()  # the last one reads the board; an older one waits for a store
-        self._is_fork = self._is_asleep = self._exits = False
+        self.is_fork = False
+        """Whether this process was forked from the rank, which has the thread and the connections."""
+        self._is_asleep = self._exits = False
         self._make_locks()
         _watches.add(self)
 
@@ -135,7 +137,7 @@ class Watch:
         on_fork: Callable[[], object] = bool,
     ) -> None:
         """Begin to watch the next block, unless one is open. :class:`Watched` documents the arguments."""
-        if self.block.is_open or self._is_fork:
+        if self.block.is_open or self.is_fork:
             return
         number = self.block.number + 1
         self._older, self.board.block = None, number
@@ -149,7 +151,7 @@ class Watch:
         board.block = self.block.number
         self._older, self.board = self.board, board
         self.block.is_posted = self.block.own is None
-        if not self._is_fork:
+        if not self.is_fork:
             with self._changed:
                 self._start()
 
@@ -158,7 +160,7 @@ class Watch:
         block, board = self.block, self.board
         block.is_open = False
         block.progress, block.abort, block.on_fork = Progress, bool, bool  # they refer to the process group
-        if self._is_fork:
+        if self.is_fork:
             return
         if board.outlives:  # the thread is not woken up, because that would take as long as a short block
             with self._looking:
@@ -177,7 +179,7 @@ class Watch:
             ring: Whether to ask the other ranks for their progress.
         """
         block = self.block
-        if self._is_fork:
+        if self.is_fork:
             return False
         with self._changed:
             block.is_rung |= ring
@@ -209,10 +211,10 @@ class Watch:
             thread.join(TIMEOUTS.note)
 
     def become_fork(self) -> None:
-        """Do nothing from now on: this process is a fork of the rank, which has the thread and the connections."""
-        self._is_fork = True
+        """Do nothing from now on, since this process is a fork of the rank; a process without other ranks goes on."""
+        self.is_fork = self.board.world_size > 1
         self._make_locks()  # another thread may have held them
-        if self.block.is_open:
+        if self.is_fork and self.block.is_open:
             self.block.on_fork()
 
     # -- the thread ---------------------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ def off_everywhere(rank: int) -> Any:
 
 def elsewhere(rank: int) -> Any:
     """It has only a loopback address, on another machine."""
-    return mock.patch.object(module, "_machine", mock.Mock(return_value=f"machine {rank == 1}"))
+    return mock.patch.object(module, "machine", mock.Mock(return_value=f"machine {rank == 1}"))
 
 
 def without_files(rank: int) -> Any:

@@ -121,3 +121,26 @@ def test_a_fork_is_not_a_rank(ending: Ending, iterates: bool, over_group: bool) 
     assert left == "fine" and len(used) == (6 if iterates else 4)
     for text in used:
         assert "J581" in text or "J059" in text, used
+
+
+def between(rank: int) -> str:
+    """Fork between two blocks, and let the fork enter the next one."""
+    ddp, (x, _), text, (reads, writes) = DistributedDataParallel(build("mlp")), batch(0, 0, 0), "", os.pipe()
+    with Join([ddp]) as block:
+        ddp(x).sum().backward()
+    if rank == FORKS:
+        if (pid := os.fork()) == 0:
+            os.write(writes, found_by(block.open).encode())
+            os._exit(0)
+        os.close(writes)
+        with os.fdopen(reads) as file:
+            text = file.read()
+        os.waitpid(pid, 0)
+    with block:
+        ddp(x).sum().backward()
+    return text
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+def test_a_fork_enters_no_block(ending: Ending, over_group: bool) -> None:
+    assert "J581" in ending.run(between, over_group=over_group, limit=30)[FORKS]

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from datetime import timedelta
 from functools import cache
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -188,6 +189,7 @@ def for_small_messages() -> Generator[None]:
             os.environ[_LAZY] = lazy
 
 
+_closed: WeakSet[dist.ProcessGroup] = WeakSet()
 _aborted: list[Any] = []  # backends, kept because a later abort is for the groups that were made since
 
 
@@ -200,15 +202,24 @@ class Aside:
 
     Replaces time limits of torch's blocking calls.
 
+    Args:
+        call: The function to call.
+        or_here: Whether to call it in this thread if the process can have no other.
+
     Attributes:
         result: The result of the call, once it is completed.
     """
 
-    def __init__(self, call: Callable[[], Any]) -> None:
+    def __init__(self, call: Callable[[], Any], *, or_here: bool = False) -> None:
         self.result: Any = None
         self._call, self._error = call, list[BaseException]()
         self._thread = threading.Thread(target=self._run, name="join aside", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            if not or_here:
+                raise
+            self._run()
 
     def _run(self) -> None:
         try:
@@ -222,7 +233,8 @@ class Aside:
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         """Wait for the call, and raise its exception, or a ``RuntimeError`` if it is still running at ``timeout``."""
-        self._thread.join(None if timeout is None else timeout.total_seconds())
+        if self._thread.ident is not None:
+            self._thread.join(None if timeout is None else timeout.total_seconds())
         if self._thread.is_alive():
             raise _StillRunning
         for error in self._error:
@@ -273,11 +285,13 @@ def close_connections(group: dist.ProcessGroup) -> None:
     Replaces ``ProcessGroupGloo.abort``, which fails no operation up to torch 2.13. Gloo closes all connections when a
     wait has taken too long, so this function waits for a message that no rank sends. One connection is enough, and the
     nearest ranks come first. Gloo may not have connected with a rank yet, and waits without a limit if that rank is
-    gone, so no wait here is longer than a moment.
+    gone, so no wait here is longer than a moment. A wait that was given up keeps its thread, so only the first call for
+    a group does anything.
     """
     backend = group._get_backend(torch.device("cpu")) if has_cpu_backend(group) else None
-    if backend is None or not _is_of_gloo(backend):
+    if backend is None or not _is_of_gloo(backend) or group in _closed:
         return
+    _closed.add(group)
     world_size = group.size()
     for distance in sorted(range(1, world_size), key=lambda distance: min(distance, world_size - distance)):
         other = (group.rank() + distance) % world_size

@@ -84,10 +84,15 @@ class Board(ABC):
         """Number of the open block, which is positive and equal on all ranks. Messages of other blocks are ignored."""
 
     @final
-    def post(self, note: Note) -> None:
-        """Leave a note, which replaces this rank's last one, and ring the bell."""
+    def post(self, note: Note, block: int | None = None) -> None:
+        """Leave a note, which replaces this rank's last one, and ring the bell.
+
+        Args:
+            note: The note.
+            block: The number of the block that it is about; by default the open one.
+        """
         note = note._replace(kind=_fit("kind", note.kind), text=_fit("text", note.text))
-        self._put("note", json.dumps(note, ensure_ascii=False))
+        self._put("note", json.dumps(note, ensure_ascii=False), self.block if block is None else block)
         self.ring()
 
     @final
@@ -96,10 +101,11 @@ class Board(ABC):
         return sorted(Note(*values) for values in self._read("note", _NOTE))
 
     @final
-    def tell(self, progress: Progress) -> None:
-        """Post the progress of this rank."""
+    def tell(self, progress: Progress, block: int | None = None) -> None:
+        """Post the progress of this rank; ``block`` is as for :meth:`post`."""
         progress = progress._replace(burst=_fit("burst", progress.burst), doing=_fit("doing", progress.doing))
-        self._put("progress", json.dumps((self.rank, *progress), ensure_ascii=False))
+        text = json.dumps((self.rank, *progress), ensure_ascii=False)
+        self._put("progress", text, self.block if block is None else block)
 
     @final
     def progress(self) -> dict[int, Progress]:
@@ -127,8 +133,8 @@ class Board(ABC):
         return []
 
     @abstractmethod
-    def _put(self, kind: Kind, text: str) -> None:
-        """Write this rank's message of a kind over its last one."""
+    def _put(self, kind: Kind, text: str, block: int) -> None:
+        """Write this rank's message of a kind, in the block of this number, over its last one."""
 
     @abstractmethod
     def _messages(self, kind: Kind) -> list[str]:
@@ -191,7 +197,7 @@ class StoreBoard(Board):
         if now >= self._next_beat:
             self._next_beat = now + TIMEOUTS.beat
             self._beats += 1
-            self._put("beat", str(self._beats))
+            self._put("beat", str(self._beats), self.block)
             beat = self._messages("beat", [self._watched])  # empty if that rank has not entered the block yet
             # The time is counted in beats of this rank, not in seconds, because all ranks may have been suspended.
             self._unheard = self._unheard + 1 if beat and beat == self._last_beat else 0
@@ -199,8 +205,8 @@ class StoreBoard(Board):
         return [self._watched] if self._unheard * TIMEOUTS.beat >= TIMEOUTS.silent else []
 
     @override
-    def _put(self, kind: Kind | Literal["beat"], text: str) -> None:
-        self._store.set(_key_of(kind, self.rank), f"{self.block} {text}")
+    def _put(self, kind: Kind | Literal["beat"], text: str, block: int) -> None:
+        self._store.set(_key_of(kind, self.rank), f"{block} {text}")
 
     @override
     def _messages(self, kind: Kind | Literal["beat"], ranks: Sequence[int] | None = None) -> list[str]:

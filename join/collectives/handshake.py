@@ -33,15 +33,17 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
+from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from join.collectives._torch_private import Aside
 from join.collectives.base import Collective
 from join.collectives.plain import as_json
 from join.collectives.store import machine
-from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
 
 SWITCH = "JOIN_MESSAGES"
@@ -61,6 +63,7 @@ _BYTES = 32  # of a nonce, and of a proof
 _MOST_STRANGERS = 128  # connections of which neither end is proven
 _NO_PROOF = "another program answers"
 _BACKLOG = 1024
+_PAUSE = 0.05  # seconds, before a rank calls again a place that has closed a connection
 
 
 class GaveUp(Exception):
@@ -77,7 +80,7 @@ Connections: TypeAlias = dict[int, socket.socket]
 
 
 def meet(
-    collective: Collective, distances: Set[int], addresses: Sequence[str], limit: float | None = None
+    collective: Collective, distances: Set[int], addresses: Sequence[str], seconds: float
 ) -> tuple[Connections, Connections]:
     """Connect this rank with the ranks at these distances before and after it. All ranks call this.
 
@@ -85,7 +88,7 @@ def meet(
         collective: The ranks.
         distances: The distances, equal on all ranks.
         addresses: The addresses of this rank.
-        limit: Seconds, if they are less than ``Timeouts.connect``.
+        seconds: The longest time to connect, after the ranks have exchanged their addresses.
 
     Returns:
         The connections of the ranks before this one, and the connections to the ranks after it.
@@ -114,7 +117,16 @@ def meet(
         if any(obstacle for *_, obstacle in rows):
             raise GaveUp(why)
         meeting = _Meeting(collective.rank, rows, sha256(as_json(rows)).digest(), distances)
-        return meeting.run(listeners, min(TIMEOUTS.connect, limit or TIMEOUTS.connect))
+        return meeting.run(listeners, seconds)
+
+
+def addresses_within(seconds: float, host: str = "") -> list[str]:
+    """Return :func:`own_addresses`; if a name server does not answer within so many seconds, the loopback address."""
+    with suppress(RuntimeError):  # it takes too long, or there is no thread for it
+        looking = Aside(partial(own_addresses, host))
+        looking.wait(timedelta(seconds=seconds))
+        return looking.result
+    return [_LOOPBACK]
 
 
 def own_addresses(host: str = "") -> list[str]:
@@ -177,6 +189,8 @@ class _Meeting:
         self._outward: Connections = {}
         self._errors: dict[int, list[str]] = {}  # by the distance of a rank, one for each useless place
         self._strangers: dict[socket.socket, None] = {}  # connections from somewhere, the oldest first
+        self._again: list[tuple[float, int, Place]] = []  # calls to repeat: when, the distance, the place
+        self._proven: set[int] = set()  # distances of ranks that have proven that they have the key
         self._selector = selectors.DefaultSelector()
 
     def run(self, listeners: Mapping[Place, socket.socket], limit: float) -> tuple[Connections, Connections]:
@@ -197,7 +211,11 @@ class _Meeting:
             while min(len(self._inward), len(self._outward)) < len(self._distances):
                 if (left := deadline - time.monotonic()) <= 0:
                     raise GaveUp(f"{self._missing()} did not connect within {limit:g} s")
-                for key, _ in self._selector.select(left):
+                due = [call for call in self._again if call[0] <= time.monotonic()]
+                self._again = [call for call in self._again if call not in due]
+                for _, distance, place in due:
+                    self._call(distance, place)
+                for key, _ in self._selector.select(min(left, _PAUSE) if self._again else left):
                     connection: Any = key.fileobj
                     if connection.fileno() < 0:  # it was closed since
                         continue
@@ -237,6 +255,8 @@ class _Meeting:
         errors = self._errors.setdefault(distance, [])
         if len(errors) == len(self._places_of(distance)):
             other, why = (self._rank + distance) % len(self._rows), "; ".join(errors)
+            if distance in self._proven:  # that rank has given up since, and knows why
+                raise GaveUp("")
             raise GaveUp(f"rank {other} cannot be reached ({why or 'it listens only on its own machine'})")
 
     # -- both ends ----------------------------------------------------------------------------------------------------
@@ -263,12 +283,14 @@ class _Meeting:
             if distance in self._outward:
                 return
             connection.sendall(self._proof(b"connects", *about))
+            self._proven.add(distance)
             self._outward[distance] = connection
             yield selectors.EVENT_READ
-            raise GaveUp("")  # the other rank has closed the connection
-        except (ConnectionResetError, BrokenPipeError):  # that rank may have too many strangers
-            if distance not in self._outward:
-                self._call(distance, place)
+            raise ConnectionResetError
+        except (ConnectionResetError, BrokenPipeError):  # that rank has too many strangers, or has given up
+            if self._outward.get(distance, connection) is connection:
+                self._outward.pop(distance, None)
+                self._again.append((time.monotonic() + _PAUSE, distance, place))
         except OSError as error:
             self._errors[distance].append(f"{_text_of([place])}: {error.strerror}")
             if distance not in self._outward:

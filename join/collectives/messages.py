@@ -33,15 +33,16 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from operator import add
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
 from typing_extensions import final, override
 
 from join.collectives.base import Collective, FloatSum, Fold, Gather, Line, RollCall, Sum, V
 from join.collectives.board import printable
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
-from join.collectives.handshake import SWITCH, Connections, GaveUp, meet, own_addresses
+from join.collectives.handshake import SWITCH, Connections, GaveUp, addresses_within, meet
 from join.collectives.plain import Exact, as_exact, exact, packed, unpacked
+from join.collectives.timeouts import TIMEOUTS
 
 _logger = logging.getLogger("join")
 _FRAME = struct.Struct("<BIQ")  # before each message: the line, the count of its sum, and its bytes
@@ -106,7 +107,8 @@ def connect(collective: Collective, timeout: float, limit: float | None = None, 
     mesh, why = None, ""
     try:
         distances = {distance for distance, _ in rounds_of(collective.world_size)}
-        mesh = Mesh(collective, *meet(collective, distances, own_addresses(host), limit), timeout)
+        seconds = min(TIMEOUTS.connect, limit or TIMEOUTS.connect)
+        mesh = Mesh(collective, *meet(collective, distances, addresses_within(seconds, host), seconds), timeout)
     except (GaveUp, OSError) as error:  # such as too many open files
         why = str(error)
     if collective.reduce_boolean_decision(mesh is not None):
@@ -157,6 +159,8 @@ class Mesh:
         try:
             self._thread.start()
         except RuntimeError as error:
+            for key in list(self._selector.get_map().values()):
+                cast("socket.socket", key.fileobj).close()
             raise GaveUp(str(error)) from error
 
     def send(self, line: int, count: int, distance: int, data: bytes) -> None:

@@ -41,6 +41,7 @@ from join.collectives.board import Board, Kind
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
 from join.collectives.store import machine
 from join.collectives.timeouts import TIMEOUTS
+from join.collectives.version import VERSION
 
 SWITCH = "JOIN_SHARED_MEMORY"
 """Environment variable that is 0 if headers should be sent over the process group."""
@@ -121,6 +122,11 @@ def opened(collective: Collective) -> Segment | None:
         return None if file is None else Segment(file, rank, world_size)
 
 
+def _here() -> str:
+    """Return a text that is equal for processes of this machine with the same version of this library."""
+    return f"{VERSION} {machine('pid')}"
+
+
 def obstacle() -> str:
     """Return the reason why this process should not share memory with others, in half a sentence; "" if it may."""
     if os.environ.get(SWITCH) == "0":
@@ -159,7 +165,7 @@ def _create(world_size: int) -> _Address:
     try:
         os.fchmod(file, 0o600)
         os.posix_fallocate(file, 0, Segment.size_for(world_size))  # raises if memory is short
-        return _Address(machine("pid"), os.getpid(), file, name)
+        return _Address(_here(), os.getpid(), file, name)
     except OSError:
         os.close(file)
         raise
@@ -169,7 +175,7 @@ def _open(address: _Address) -> int | None:
     """Open the memory of rank 0. Return its file, or ``None`` if it cannot be opened or should not be."""
     try:
         # On another machine, the same path may be an unrelated file.
-        if obstacle() or machine("pid") != address.machine or address.name not in os.readlink(address.path):
+        if obstacle() or _here() != address.machine or address.name not in os.readlink(address.path):
             return None
         return os.open(address.path, os.O_RDWR)
     except OSError:
@@ -422,10 +428,10 @@ class SharedBoard(Board):
         return [rank for rank in self._segment.others if self._segment.has_ended(rank)]
 
     @override
-    def _put(self, kind: Kind, text: str) -> None:
+    def _put(self, kind: Kind, text: str, block: int) -> None:
         begin, end = self._slot(kind, self.rank)
         data = text.encode()
-        head = struct.pack(_HEAD, len(data), zlib.crc32(data), self.block)
+        head = struct.pack(_HEAD, len(data), zlib.crc32(data), block)
         assert len(head) + len(data) <= end - begin
         self._memory[begin : begin + len(head) + len(data)] = head + data
 

@@ -97,7 +97,7 @@ class TorchCollective(Collective):
             ranks, limit = distributed_c10d.get_process_group_ranks(self.group), self._shared.timeout
             make = partial(dist.new_group, ranks, timedelta(seconds=limit), "gloo", use_local_synchronization=True)
             with for_small_messages():
-                self.finish(making := Aside(make))
+                self.finish(making := Aside(make, or_here=True))
             self._shared.companion = TorchCollective(making.result)
         return self._shared.companion
 

@@ -87,8 +87,9 @@ class Peers:
         Raises:
             PeerError, JoinTimeoutError: With the reason why the rank failed.
         """
-        news = self._watch.block.news
-        if news.notes or (news := self._watch.block.aborted_for) is not None:
+        block = self._watch.block
+        news = block.news if block.news.notes else block.aborted_for or block.news
+        if news.notes or block.aborted_for is not None or (news.ended and block.is_lost):
             raise self._cause_in(news)
 
     def look_again(self) -> None:

@@ -30,7 +30,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from weakref import WeakSet
 
@@ -93,6 +95,11 @@ class Watched:
     has_reported: bool = False  # a process that has ended, in a note
     lost_since: float = float("inf")  # the time at which the watch saw that another rank has failed
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether another rank has failed, and this one should have found that by itself."""
+        return time.monotonic() - self.lost_since >= TIMEOUTS.abort
+
 
 def watch_of(collective: Collective) -> Watch:
     """Return the watch of a group."""
@@ -126,7 +133,7 @@ class Watch:
 
     def _make_locks(self) -> None:
         self._changed = threading.Condition()
-        self._looking = threading.Lock()  # held while a board in memory is read and written
+        self._telling = threading.Lock()  # held while progress is written to a board in memory
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -163,8 +170,8 @@ class Watch:
         if self.is_fork:
             return
         if board.outlives:  # the thread is not woken up, because that would take as long as a short block
-            with self._looking:
-                board.tell(block.posted._replace(done=True))
+            with self._telling:
+                board.tell(block.posted._replace(done=True), block.number)
                 block.is_done = True
             return
         with self._changed:
@@ -194,6 +201,9 @@ class Watch:
         """Post a note, and try to wait until the other ranks can read it even if this process ends."""
         deadline, block = time.monotonic() + seconds, self.block
         block.own, block.is_posted = note, False
+        if self.board.outlives or block.failed:  # even if there is no thread
+            with suppress(Exception):
+                Aside(partial(self.board.post, note, block.number), or_here=True).wait(timedelta(seconds=seconds))
         others = set(range(self.board.world_size)) - {self.board.rank}
         while self.refresh(max(deadline - time.monotonic(), 0.0)) and not self.board.outlives:
             heard = {rank for rank, progress in block.news.progress.items() if progress.heard}
@@ -232,8 +242,9 @@ class Watch:
         try:
             thread.start()
         except RuntimeError as error:  # no thread can be had: failures show when collectives break
+            if not self.block.failed:
+                _logger.warning("rank %d cannot watch the other ranks: %s", self.board.rank, error)
             self._threads, self.block.failed = [], True
-            _logger.warning("rank %d cannot watch the other ranks: %s", self.board.rank, error)
 
     def _is_needed(self) -> bool:
         """Return whether the thread that calls this should continue."""
@@ -280,9 +291,9 @@ class Watch:
                 note, is_posted, block.is_posted = block.own, block.is_posted, True
                 wanted, rings = block.wanted, block.is_rung
             if note is not None and not is_posted:
-                board.post(note)
+                board.post(note, block.number)
                 for other in {self.board, self._older or board} - {board}:
-                    Aside(partial(other.post, note))
+                    Aside(partial(other.post, note, block.number))
             elif rings and not is_posting:
                 board.ring()
             ended = board.ended()  # is read before the notes, which an ended rank has then posted
@@ -291,9 +302,9 @@ class Watch:
                 beat += 1
                 block.news = _read(board, ended)
                 block.posted = block.progress()._replace(heard=len(block.news.notes), beat=beat)
-                with self._looking:
+                with self._telling if board.outlives else nullcontext():  # a store may block its callers
                     if block.is_open:
-                        board.tell(block.posted)
+                        board.tell(block.posted, block.number)
                 self._abort_if_lost(block)
             with self._changed:
                 block.looked = wanted
@@ -301,20 +312,20 @@ class Watch:
                 if block.wanted == wanted and block.is_open and self._is_needed():
                     self._changed.wait(TIMEOUTS.look * max(1.0, board.world_size / _RANKS_AT_ONCE))
         if not (board.outlives or block.is_open):
-            board.tell(block.posted._replace(done=True))
+            board.tell(block.posted._replace(done=True), block.number)
 
     def _abort_if_lost(self, block: Watched) -> None:
         """Abort the operations of this rank if it has not found the failure of another rank after a while."""
-        news, now = block.news, time.monotonic()
+        news = block.news
         if not (news.notes or news.ended):
             block.lost_since = float("inf")
             return
-        block.lost_since = min(block.lost_since, now)
-        if now - block.lost_since >= TIMEOUTS.abort:
+        block.lost_since = min(block.lost_since, time.monotonic())
+        if block.is_lost:
             self._abort_for(block, news)
             if not news.notes and not block.has_reported:  # some ranks may not see that a process has ended
                 block.has_reported = True
-                self.board.post(Note(self.board.rank, news.ended[0], "", text_of_gone(news.ended)))
+                self.board.post(Note(self.board.rank, news.ended[0], "", text_of_gone(news.ended)), block.number)
 
     def _abort_for(self, block: Watched, news: News) -> None:
         if block.abort():

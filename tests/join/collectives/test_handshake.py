@@ -177,6 +177,49 @@ def test_who_is_no_rank_is_turned_away(two: Two) -> None:
     assert [type(end) for end in ends.values()] == [tuple, tuple], ends
 
 
+def test_a_rank_that_was_dropped_as_a_stranger_calls_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, dropped = module._Meeting._answer, list[int]()
+
+    def answers(self: Any, connection: socket.socket, place: Place) -> Any:
+        exchange = answer(self, connection, place)
+        if self._rank == 1 and not dropped:
+            dropped.append(1)
+            yield next(exchange)
+            next(exchange)  # which sends the proof of rank 1
+            return
+        yield from exchange
+
+    monkeypatch.setattr(module._Meeting, "_answer", answers)
+    for rank in (0, 1):
+        two.start(rank, two.places)
+    assert not any(isinstance(end, str) for end in two.finish().values()) and dropped
+
+
+def test_a_place_that_closes_all_connections_is_called_at_intervals(two: Two) -> None:
+    calls = list[int]()
+
+    def close_all() -> None:
+        with suppress(OSError):  # the listener is closed
+            while True:
+                two.listeners[1].accept()[0].close()
+                calls.append(1)
+
+    closing = threading.Thread(target=close_all)
+    closing.start()
+    two.start(0, two.places, limit=1.0)
+    assert "did not connect" in two.finish()[0] and 1 < len(calls) < 100
+    two.listeners[1].shutdown(socket.SHUT_RDWR)
+    closing.join(30)
+    two.listeners[1].close()
+
+
+def test_a_name_server_that_does_not_answer_holds_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(module, "own_addresses", lambda host: answers.wait(30))
+    assert module.addresses_within(0.1) == ["127.0.0.1"]
+    answers.set()
+
+
 def pass_on(listener: socket.socket, place: Place, heard: list[bytes]) -> None:
     """Pass all words between whoever connects and the rank that listens at a place."""
     with suppress(OSError):

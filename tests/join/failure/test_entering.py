@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join, Joinable
+from join import Join, Joinable, PeerError
 from join.collectives import collective_of
 from tests.ending import Ending
 from tests.join.counter import Counter
 from tests.meeting import tell, wait_for
+from tests.shorter import using
 
 
 def fail(ddp: DistributedDataParallel, how: str) -> None:
@@ -134,3 +138,22 @@ def test_a_process_that_ends_in_its_block(ending: Ending, closes: bool, over_gro
     for end in (zero, two):
         told = "fine" if closes else "PeerError: rank 1 failed: JoinError: Its process ended inside a Join block."
         assert (end.result or "").startswith(told) and ("[J582]" in end.result) is not closes, end.result or end.text
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_early(rank: int) -> str:
+    """Rank 1 is killed while the group gets its backend for the CPU, before the ranks are connected."""
+    group = dist.new_group(backend="cuda:gloo")
+    if rank == 1:
+        mock.patch.object(dist, "new_group", die).start()
+    with using(silent=3.0, beat=0.5), pytest.raises(PeerError) as caught, Join([], process_group=group):
+        pass
+    return str(caught.value)
+
+
+def test_a_rank_that_is_killed_before_the_ranks_are_connected(ending: Ending) -> None:
+    first, _, third = ending.ends(killed_early, limit=40, tidies=False)
+    assert first.result.startswith("rank 1 is gone") and third.result.startswith("rank 1 is gone"), first.text

@@ -78,6 +78,27 @@ def test_without_a_thread_that_watches_the_log_says_so(ending: Ending, over_grou
     assert are_exact(ends) and "rank 1 cannot watch the other ranks" in ends[LACKS].stderr
 
 
+def failing(rank: int) -> str:
+    """Rank 1 fails without any thread, and its process lives on until the others have ended."""
+    if rank == LACKS:
+        take_threads("join")
+    try:
+        with Join([], process_group=None) as join:
+            for step, _ in enumerate(join.iterate(range(3))):
+                if (rank, step) == (LACKS, 1):
+                    raise ValueError("mine")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+def test_a_failure_is_told_without_any_thread(ending: Ending, over_group: bool) -> None:
+    first, second, third = ending.run(failing, over_group=over_group, limit=40)
+    assert second == "ValueError: mine"
+    assert first.startswith("PeerError: rank 1 failed: ValueError: mine") and third.startswith("PeerError: rank 1 ")
+
+
 @pytest.mark.parametrize("over_group", [False, True])
 def test_too_few_files(ending: Ending, over_group: bool) -> None:
     how = {"over_group": over_group, "tidies": False, "limit": 40}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from join import Join, PeerError
+from join.collectives import _torch_private
 from join.collectives._torch_private import close_connections
 from tests.ending import Ending
 from tests.selection import ALL
@@ -58,6 +60,8 @@ def closes(rank: int) -> str:
     work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
     assert work is not None
     close_connections(group)
+    with mock.patch.object(_torch_private, "Aside", side_effect=AssertionError):
+        close_connections(group)  # a second call waits for nothing
     with pytest.raises(RuntimeError) as caught:
         work.wait()
     return str(caught.value)

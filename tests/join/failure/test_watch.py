@@ -167,6 +167,50 @@ class Memory(StoreBoard):
     outlives = True
 
 
+class Held(StoreBoard):
+    """A board whose store does not answer while ``answers`` is not set."""
+
+    def __init__(self, rank: int, world_size: int, store: dist.TCPStore) -> None:
+        super().__init__(rank, world_size, store)
+        self.answers, self.is_asked = threading.Event(), threading.Event()
+        self.answers.set()
+
+    def _put(self, kind: Any, text: str, block: int) -> None:
+        if kind == "progress":
+            self.is_asked.set()
+            self.answers.wait(SECONDS)
+        super()._put(kind, text, block)
+
+
+def test_a_rank_that_has_entered_again_has_not_left(store: dist.TCPStore) -> None:
+    held = Held(0, 3, store)
+    watch = Watch(lambda: held)
+    watch.begin(Progress)
+    assert watch.refresh(SECONDS)
+    held.answers.clear()
+    watch.end()  # its thread says so much later
+    watch.begin(Progress)
+    held.answers.set()
+    assert watch.refresh(SECONDS, ring=True)
+    assert not any(progress.done for progress in board(store, 1, block=2).progress().values())
+    watch.end()
+
+
+def test_leaving_does_not_wait_for_an_older_board(store: dist.TCPStore) -> None:
+    older = Held(0, 3, store)
+    watch = Watch(lambda: older)
+    watch.begin(Progress)
+    older.answers.clear()
+    board(store, 1).ring()
+    assert older.is_asked.wait(SECONDS)
+    watch.use(Memory(0, 3, store))
+    leaving = threading.Thread(target=watch.end)
+    leaving.start()
+    leaving.join(SECONDS / 2)
+    assert not leaving.is_alive()
+    older.answers.set()
+
+
 def threads_since(before: list[threading.Thread]) -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each not in before]
 

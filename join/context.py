@@ -557,28 +557,29 @@ class Join:
             self.__exit__(error and type(error), error, error and error.__traceback__)
 
     def __enter__(self) -> Self:
-        if self._scope is not None:
-            raise JoinError("This Join is open already. Leave its block first, or make another Join. [J058]")
-        try:
-            self._reset()
-            for joinable in self._joinables:
-                if join_of(joinable.join_target) is not None:
-                    raise JoinError(
-                        f"{joinable.join_name} is inside another Join block. Leave that block first. [J059]"
-                    )
-            if not (self._enable and any(joinable.communicates for joinable in self._joinables)):
-                self._scope = Scope([], self._throw, self._timeout, self._weight)
-                claim(self, self._joinables, enable=False, throw=False)
+        try:  # on the first line, so that the other ranks learn of an interrupt on any line
+            if self._scope is None:
+                self._enter()
                 return self
-            members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
-            self._scope = Scope(members, self._throw, self._timeout, self._weight)
-            self._block = OpenBlock(self._collective, self._scope)
-            arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
-            self._block.enter(self, entered_with(self._joinables, arguments, self._divisor))
-            return self
         except BaseException as error:
             self._give_up(error)
             raise
+        raise JoinError("This Join is open already. Leave its block first, or make another Join. [J058]")
+
+    def _enter(self) -> None:
+        self._reset()
+        for joinable in self._joinables:
+            if join_of(joinable.join_target) is not None:
+                raise JoinError(f"{joinable.join_name} is inside another Join block. Leave that block first. [J059]")
+        if not (self._enable and any(joinable.communicates for joinable in self._joinables)):
+            self._scope = Scope([], self._throw, self._timeout, self._weight)
+            claim(self, self._joinables, enable=False, throw=False)
+            return
+        members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
+        self._scope = Scope(members, self._throw, self._timeout, self._weight)
+        self._block = OpenBlock(self._collective, self._scope)
+        arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
+        self._block.enter(self, entered_with(self._joinables, arguments, self._divisor))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -154,10 +154,12 @@ class Peers:
         if not is_broken(error):
             return None
         known = set(error.ranks) if isinstance(error, BrokenCollective) else set[int]()
-        before, deadline = self._watch.block.news.progress, time.monotonic() + TIMEOUTS.cause
+        started, before = time.monotonic(), dict[int, Progress]()
         while True:
             reached = self._watch.refresh(TIMEOUTS.note, ring=True)
             news = self._watch.block.news
+            if time.monotonic() < started + 2 * TIMEOUTS.look:
+                before = news.progress  # a rank that has ended may have posted it just before
             if news.notes:
                 return self._consequence(news.notes)
             gone = known.union(news.ended)
@@ -165,7 +167,7 @@ class Peers:
                 return self._gone(sorted(gone))
             if not reached:
                 return self._gone([])
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= started + TIMEOUTS.cause:
                 break
             time.sleep(0.05)
         alive = {rank for rank, progress in news.progress.items() if rank not in before or progress != before[rank]}

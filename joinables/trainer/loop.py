@@ -16,6 +16,7 @@ remainder at its end. So the n-th synchronised backward of one rank meets the n-
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -30,7 +31,9 @@ from joinables.trainer import checkpoint, rng
 from joinables.trainer.data import Plan, distribute, sampler_of
 from joinables.trainer.metrics import monitored
 from joinables.trainer.module import Callback, TrainModule
-from joinables.trainer.run import CollectiveCall, Run, Task, TrainerState
+from joinables.trainer.run import CollectiveCall, Run, Task, TrainerState, is_limit
+
+logger = logging.getLogger("joinables")
 
 
 class Fit(Run):
@@ -89,6 +92,9 @@ class Fit(Run):
         self.module.on_train_start()
         self.call("on_train_start")
         trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
+        if not self._is_within_limits and self.collective.rank == 0:
+            text = "This fit trains nothing, since %d epochs and %d steps reach max_epochs=%s or max_steps=%s. Raise them."
+            logger.warning(text, counters.epochs, counters.global_step, trainer.max_epochs, trainer.max_steps)
         while self._is_within_limits and not trainer.should_stop:
             steps, is_resumed = counters.global_step, self.position.resume_from is not None
             self._epoch()
@@ -96,7 +102,7 @@ class Fit(Run):
                 if self.collective.rank == 0:
                     reason = "No rank had a batch, a rank without batches stopped all, or no optimizer was stepped"
                     warnings.warn(f"An epoch made no optimizer step. {reason}.", stacklevel=2)
-                if trainer.max_epochs is None:
+                if not is_limit(trainer.max_epochs):
                     break  # the fit would never reach max_steps
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
         with self.fresh_metrics():
@@ -114,7 +120,7 @@ class Fit(Run):
         """Whether the fit has not reached its number of epochs or steps, which a hook may change."""
         trainer, counters = self.trainer, self.trainer.counters
         limits = (counters.epochs, trainer.max_epochs), (counters.global_step, trainer.max_steps)
-        return all(limit is None or count < limit for count, limit in limits)
+        return all(not is_limit(limit) or count < limit for count, limit in limits)
 
     def _wrap(self) -> None:
         """Wrap the module for training; a new wrapper is made if other parameters have to be reduced."""

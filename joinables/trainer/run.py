@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from typing_extensions import override
@@ -76,7 +76,7 @@ class TrainerState:
     callbacks: list[Callback]
     dtype: torch.dtype
     seed: int | None
-    max_epochs: int | None
+    max_epochs: int | None  # without limit: ``None``, or -1, as Lightning writes it
     max_steps: int | None
     accumulate_grad_batches: int
     gradient_clip_val: float | None
@@ -84,6 +84,11 @@ class TrainerState:
     counters: Counters
     metrics: dict[str, float]
     should_stop: bool
+
+
+def is_limit(count: int | None) -> TypeGuard[int]:
+    """Return whether ``max_epochs`` or ``max_steps`` is a limit; ``None`` and -1 are none."""
+    return count not in (None, -1)
 
 
 class CollectiveCall(OnGroup, Burst, Generic[T]):

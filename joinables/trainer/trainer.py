@@ -27,10 +27,10 @@ from joinables.modules import keeping_modes
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
-from joinables.trainer.launch import detect_environment, write
+from joinables.trainer.launch import launcher_of, write
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
-from joinables.trainer.run import Counters, Run, Task, TrainerState, Uneven
+from joinables.trainer.run import Counters, Run, Task, TrainerState, Uneven, is_limit
 from joinables.trainer.strategy import Strategy, strategy_of
 
 logger = logging.getLogger("joinables")
@@ -79,9 +79,9 @@ class Trainer(TrainerState):
         strategy: A name from ``strategies()``, or a ``Strategy``. ``"auto"`` is ``"single"`` for one process and
             ``"ddp"`` for several. With ``"single"`` under torchrun, SLURM or MPI, each process trains by itself.
         precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
-        max_epochs: The number of epochs to stop after, over all fits. The default is one epoch, or no limit if
-            ``max_steps`` is set.
-        max_steps: The number of optimizer steps to stop after, over all fits; ``None`` for no limit.
+        max_epochs: The number of epochs to stop after, over all fits; -1 for no limit. The default is one epoch, or no
+            limit if ``max_steps`` is set.
+        max_steps: The number of optimizer steps to stop after, over all fits; ``None`` or -1 for no limit.
         accumulate_grad_batches: The number of batches in one optimizer step. A change takes effect with the next epoch.
         gradient_clip_val: The largest norm of the gradient; ``None`` for no limit.
         uneven: The treatment of ranks with different numbers of batches: ``"join"`` trains on all batches, ``"stop"``
@@ -131,7 +131,7 @@ class Trainer(TrainerState):
                 f"{accumulate_grad_batches=} and {gradient_clip_val=} are not both positive. Pass positive numbers, or"
                 " gradient_clip_val=None for no clipping. [J168]"
             )
-        self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
+        self.max_epochs = 1 if max_epochs is None and not is_limit(max_steps) else max_epochs
         self.max_steps, self.seed = max_steps, seed
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
         self.uneven, self.callbacks = uneven, _in_order(callbacks)
@@ -180,9 +180,10 @@ class Trainer(TrainerState):
         check_module(module, "fit", calls_val_dataloader=val_loader is not None)
         if val_loader is not None:
             check_module(module, "validate")
-        if self.max_epochs is None and self.max_steps is None:
+        if not (is_limit(self.max_epochs) or is_limit(self.max_steps)):
             raise ValueError(
-                "max_epochs=None and max_steps=None set no end to this fit. Set one of them on the Trainer. [J268]"
+                f"max_epochs={self.max_epochs} and max_steps={self.max_steps} set no end to this fit. Set one of them"
+                " on the Trainer to the number of epochs or steps. [J268]"
             )
         automatic = self.gradient_clip_val, self.accumulate_grad_batches, self.dtype is torch.float16
         if not module.automatic_optimization and automatic != (None, 1, False):
@@ -302,7 +303,7 @@ class Trainer(TrainerState):
         """Rank of this process; outside a run 0, or the rank that torchrun, SLURM or MPI have set."""
         if self._run is not None:
             return self._run.collective.rank
-        environment = detect_environment() if self.strategy.is_distributed else None
+        environment = launcher_of(self.world_size) if self.strategy.is_distributed else None
         return 0 if environment is None else environment.place.rank
 
     @property
@@ -361,7 +362,7 @@ class Trainer(TrainerState):
         """Return the device on which this process computes as ``rank``."""
         if self._accelerator == "cpu":
             return torch.device("cpu")
-        environment = detect_environment()
+        environment = launcher_of(self.world_size)
         local_rank = rank if environment is None else environment.place.local_rank
         # Some launchers let each process see only its own GPU.
         return torch.device(self._accelerator, local_rank % torch.accelerator.device_count())
@@ -381,7 +382,12 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
 
     With ``devices="auto"``, it is the number that a launcher has started; without a launcher, one for each GPU, or 1.
     """
-    environment = detect_environment()
+    if devices != "auto" and not (isinstance(devices, int) and not isinstance(devices, bool)):
+        raise TypeError(
+            f"{devices=} is not a number of processes. Pass a number, or 'auto'. To choose GPUs, set"
+            " CUDA_VISIBLE_DEVICES before the script starts. [J593]"
+        )
+    environment = launcher_of(1 if devices == "auto" else devices * num_nodes)
     started = None if environment is None else environment.place.world_size
     gpus = None if accelerator == "cpu" else torch.accelerator.device_count()
     wanted = (1 if alone else started or gpus or 1) if devices == "auto" else devices * num_nodes

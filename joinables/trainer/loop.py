@@ -93,7 +93,7 @@ class Fit(Run):
         self.call("on_train_start")
         trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
         if not self._is_within_limits and self.collective.rank == 0:
-            text = "This fit trains nothing, since %d epochs and %d steps reach max_epochs=%s or max_steps=%s. Raise them."
+            text = "This fit trains nothing, as %d epochs and %d steps reach max_epochs=%s or max_steps=%s. Raise them."
             logger.warning(text, counters.epochs, counters.global_step, trainer.max_epochs, trainer.max_steps)
         while self._is_within_limits and not trainer.should_stop:
             steps, is_resumed = counters.global_step, self.position.resume_from is not None

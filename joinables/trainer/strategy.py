@@ -146,7 +146,8 @@ class DDPStrategy(Strategy):
         ddp_comm_state: The first argument of ``ddp_comm_hook``.
         ddp_comm_hook: The communication hook of the gradients.
         ddp_comm_wrapper: A wrapper of the hook, such as ``fp16_compress_wrapper``.
-        timeout: Seconds that a joined or waiting rank waits for the others, as in ``Join``.
+        timeout: Seconds that a rank waits for the others in an epoch, as in ``Join``. Then every rank waits for the
+            others before each backward, also with even data.
         **ddp_kwargs: Other arguments of ``DistributedDataParallel``.
     """
 
@@ -219,6 +220,7 @@ class DDPStrategy(Strategy):
                 for stepped in listed
             ]
         assert self.ddp is not None
+        enable = enable or self._timeout is not None  # a block that does nothing has no timeout
         known = set(map(id, reducer.parameters(self.ddp)))
         join = Join(
             [self.ddp, *listed, self],

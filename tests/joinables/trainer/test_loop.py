@@ -18,6 +18,7 @@ from joinables.trainer.strategy import sharded
 from tests.ending import Ending
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
+from tests.meeting import tell, wait_for
 from tests.models import TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
 
@@ -816,6 +817,29 @@ def saves_alone(rank: int, folder: str) -> str:
 def test_a_checkpoint_on_one_rank_only_is_an_error(ending: Ending, tmp_path: Path) -> None:
     for text in ending.run(saves_alone, str(tmp_path), ranks=2):
         assert "announced different bursts" in text
+
+
+class WaitsForOthers(Callback):
+    """Rank 1 begins no second batch before rank 0 has given up."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == batch_idx == 1:
+            wait_for([0])
+
+
+def hangs(rank: int, samples: int) -> str:
+    try:
+        trainer(strategy={"timeout": 1.0}, callbacks=WaitsForOthers()).fit(Classifier(), loader(samples, 4))
+    except JoinError as error:
+        tell()
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("samples", [16, 20], ids=["even", "uneven"])
+def test_the_timeout_holds_whatever_the_data(ending: Ending, samples: int) -> None:
+    told = "JoinTimeoutError: Ranks [1] announced no collective within timeout=1 s"
+    assert ending.run(hangs, samples, ranks=2)[0].startswith(told)
 
 
 class StopsAtOnce(Callback):

@@ -631,7 +631,7 @@ def test_a_fit_that_trains_nothing_says_so(caplog: pytest.LogCaptureFixture) -> 
     trainer.fit(module, loader(12))
     assert not caplog.messages
     trainer.fit(module, loader(12))
-    assert "trains nothing, since 1 epochs and 2 steps reach max_epochs=1 or max_steps=None" in caplog.messages[0]
+    assert "trains nothing, as 1 epochs and 2 steps reach max_epochs=1 or max_steps=None" in caplog.messages[0]
 
 
 def test_a_fit_without_steps_has_an_end() -> None:

@@ -56,6 +56,12 @@ class Fit(Run):
         self._val_loader = None if val_loader is None else local_loader(self, val_loader)
         self._wrap()
         optimizers, self.schedulers = parse_optimizers(module.configure_optimizers())
+        if foreign := set(parameters_of(optimizers)).difference(module.parameters()):
+            raise ValueError(
+                f"The optimizers of configure_optimizers hold {len(foreign)} parameters that {type(module).__name__}"
+                " lacks, so these would be neither averaged over the ranks nor saved. Make the modules that hold them"
+                " attributes of the module, and put lists of modules into torch.nn.ModuleList. [J597]"
+            )
         if module.automatic_optimization and len(optimizers) > 1:
             raise ValueError(
                 f"configure_optimizers returned {len(optimizers)} optimizers, and the trainer steps only one. Set"
@@ -125,7 +131,7 @@ class Fit(Run):
     def _wrap(self) -> None:
         """Wrap the module for training; a new wrapper is made if other parameters have to be reduced."""
         several = not self.module.automatic_optimization
-        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        held = parameters_of(self.optimizers)
         self.trainer.strategy.wrap(self.module, self.device, several_backwards=several, held=held)
 
     def _set_modes(self) -> None:
@@ -146,12 +152,18 @@ class Fit(Run):
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
         finished = self.collective.reduce_boolean_decision(self._train(plan))
-        self.reduce_metrics()
+        trained = self.reduce_metrics()
         if not finished:
             return  # a later fit resumes in the middle of this epoch
         self.position.redo_from_here()
         if self._val_loader is not None:
-            evaluate(self, self._val_loader, "validate")
+            validated, _ = evaluate(self, self._val_loader, "validate")
+            if (both := trained.keys() & validated) and self.collective.rank == 0:
+                warnings.warn(
+                    f"{', '.join(sorted(both))} was logged in training and in validation, so trainer.callback_metrics"
+                    " has the value of the validation. Log it under two names.",
+                    stacklevel=2,
+                )
         # Before the first optimizer step a scheduler has nothing to do, and torch would warn.
         if self.module.automatic_optimization and trainer.counters.global_step:
             self._schedule("epoch")
@@ -348,6 +360,11 @@ class Scheduler(NamedTuple):
     scheduler: Any
     interval: str
     monitor: str | None
+
+
+def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return the parameters that optimizers hold."""
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:

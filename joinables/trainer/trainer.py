@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from join import JoinReport
 from join.collectives._torch_private import pytree
 from join.files import temporary_folder
+from join.loop import check_loader
 from joinables.modules import keeping_modes
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of
@@ -216,6 +217,14 @@ class Trainer(TrainerState):
         for name, loader in loaders.items():
             if isinstance(loader, Dataset):
                 raise TypeError(f"{name} is a data set. Wrap it: DataLoader(dataset, batch_size=...). [J186]")
+            parts: Any = loader.values() if isinstance(loader, dict) else loader
+            if isinstance(loader, (list, tuple, dict)) and any(isinstance(part, DataLoader) for part in parts):
+                raise TypeError(
+                    f"{name} holds several loaders, and the trainer takes one. Concatenate their data sets with"
+                    " torch.utils.data.ConcatDataset. To validate on each of them, call validate on each. [J596]"
+                )
+            if name != "val_loader" or loader is not None:
+                check_loader(loader)
         self.callbacks = _in_order(self.callbacks)  # the user may have changed them
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")

@@ -797,6 +797,24 @@ def test_shards_go_to_the_rank_that_writes(pool: Pool, tmp_path: Path) -> None:
     pool.run(keeps_sharded, str(tmp_path), ranks=2)
 
 
+class TrainsAnother(Classifier):
+    """Holds a part in a list, where nothing finds its parameters."""
+
+    def configure_optimizers(self) -> Any:
+        self.parts = [nn.Linear(2, 2)]
+        return torch.optim.SGD([*self.parameters(), *self.parts[0].parameters()])
+
+
+def trains_another(rank: int) -> str:
+    with pytest.raises(ValueError, match="configure_optimizers hold 2 parameters that TrainsAnother lacks") as error:
+        trainer().fit(TrainsAnother(), loader(6))
+    return str(error.value)
+
+
+def test_an_optimizer_of_foreign_parameters(pool: Pool) -> None:
+    assert len(set(pool.run(trains_another, ranks=2))) == 1
+
+
 class SavesAlone(Callback):
     def __init__(self, folder: str) -> None:
         self.path = Path(folder) / "mine.ckpt"

@@ -449,6 +449,13 @@ def test_bad_runs(tmp_path: Path) -> None:
     for run in (Trainer().fit, Trainer().validate, Trainer().test, Trainer().predict):
         with pytest.raises(ValueError, match=told):
             run(Classifier(), loader(), ckpt_path=tmp_path / "weights.ckpt")
+    with pytest.raises(TypeError, match=r"module is torch\.compile\(Classifier\).* self\.net\.compile\(\)"):
+        Trainer().fit(torch.compile(Classifier(), backend="eager"), loader())  # pyright: ignore[reportArgumentType]
+    for loaders in ([loader(), loader()], {"a": loader()}):
+        with pytest.raises(TypeError, match=r"val_loader holds several loaders.* call validate on each"):
+            Trainer().fit(Classifier(), loader(), loaders)
+    with pytest.raises(TypeError, match=r"loader=5 cannot be iterated\. Pass a DataLoader"):
+        Trainer().fit(Classifier(), 5)
     with pytest.raises(RuntimeError, match="No Trainer runs this Classifier"):
         Classifier().log("x", 1.0)
 
@@ -509,6 +516,16 @@ def test_gpus_by_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Trainer(accelerator="cuda", devices=1, num_nodes=8).device_of(2) == torch.device("cuda", 0)
 
 
+class LogsOneName(Classifier):
+    def shared_step(self, batch: Any, stage: str) -> torch.Tensor:
+        return super().shared_step(batch, "shared")
+
+
+def test_a_name_that_training_and_validation_share() -> None:
+    with pytest.warns(UserWarning, match="shared_accuracy, shared_loss was logged in training and in validation"):
+        Trainer().fit(LogsOneName(), loader(12), loader(12))
+
+
 class Wrong(Classifier):
     """Returns something else than a loss."""
 
@@ -534,7 +551,7 @@ class Only(TrainModule):
         (Wrong(lambda scores: scores), loader(), TypeError, "Return the mean loss over the samples"),
         (Wrong(lambda scores: scores.detach().mean()), loader(), TypeError, "a tensor that depends on the parameters"),
         (Only(), loader(), TypeError, "Only has no configure_optimizers, which fit calls"),
-        (Classifier(), None, TypeError, "'NoneType' object is not iterable"),
+        (Classifier(), None, TypeError, "loader=None cannot be iterated"),
         (Classifier(), dataset(), TypeError, r"train_loader is a data set\. Wrap it"),
     ],
 )

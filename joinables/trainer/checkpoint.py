@@ -16,8 +16,7 @@ data and tensors::
 An epoch counts as completed after its validation and the steps of its schedulers. A fit that resumes from an earlier
 snapshot of the epoch skips all batches and validates again.
 
-Taking a snapshot is collective, since each rank holds a part. Ranks without data take part through
-``CollectiveCall``::
+Taking a snapshot is collective, since each rank holds a part. Ranks without data take part through ``Snapshots``::
 
     all-gather of the ranks' parts; the lowest rank with data becomes the writer
     for each sharded optimizer: its shards go to the writer

@@ -31,7 +31,7 @@ from joinables.trainer import checkpoint, rng
 from joinables.trainer.data import Plan, distribute, sampler_of
 from joinables.trainer.metrics import monitored
 from joinables.trainer.module import Callback, TrainModule
-from joinables.trainer.run import CollectiveCall, Run, Task, TrainerState, is_limit
+from joinables.trainer.run import Run, Snapshots, Task, TrainerState, is_limit
 
 logger = logging.getLogger("joinables")
 
@@ -43,8 +43,7 @@ class Fit(Run):
         super().__init__(trainer, module, task, device)
         self._loader = self._val_loader = None
         self._hooks: list[Any] = []
-        self.take_snapshot = CollectiveCall(self.collective, partial(checkpoint.take, self))
-        self._all_have_another = CollectiveCall(self.collective, self._vote)
+        self.snapshots = Snapshots(self.collective, partial(checkpoint.take, self))
         self._accumulated = 1
         """The number of batches in one optimizer step of this epoch."""
 
@@ -97,10 +96,10 @@ class Fit(Run):
         self._set_modes()
         self.module.on_train_start()
         self.call("on_train_start")
-        trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
         if not self._is_within_limits and self.collective.rank == 0:
             text = "This fit trains nothing, as %d epochs and %d steps reach max_epochs=%s or max_steps=%s. Raise them."
             logger.warning(text, counters.epochs, counters.global_step, trainer.max_epochs, trainer.max_steps)
+        trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
         while self._is_within_limits and not trainer.should_stop:
             steps, is_resumed = counters.global_step, self.position.resume_from is not None
             self._epoch()
@@ -195,8 +194,7 @@ class Fit(Run):
             *([self.scaler] if self.scaler.is_enabled() else []),
             self.trainer.counters,
             *(called for called in self.trainer.callbacks if type(called).state_dict is not Callback.state_dict),
-            self.take_snapshot,
-            *([self._all_have_another] if vote else []),
+            self.snapshots,
         ]
         with self.trainer.strategy.block(
             listed,
@@ -226,14 +224,10 @@ class Fit(Run):
                 return is_last
         return True
 
-    def _vote(self, active: bool, has_another: bool = False) -> bool:
-        """Return whether all ranks have another batch."""
-        return self.collective.reduce_boolean_decision(has_another)
-
     def _while_all_have_one(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches until a rank has no more: before each, the ranks vote."""
+        """Yield batches until a rank has no more: before each, the ranks vote, so no rank shadows another."""
         batch = next(batches, None)
-        while self._all_have_another(batch is not None):
+        while self.collective.reduce_boolean_decision(batch is not None):
             yield batch
             batch = next(batches, None)
 

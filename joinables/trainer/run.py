@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import torch
 from typing_extensions import override
@@ -26,7 +26,6 @@ from joinables.trainer.metrics import MetricStore, Reduction
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.strategy import Strategy
 
-T = TypeVar("T")
 Uneven: TypeAlias = Literal["join", "stop", "error"]
 
 
@@ -91,27 +90,26 @@ def is_limit(count: int | None) -> TypeGuard[int]:
     return count not in (None, -1)
 
 
-class CollectiveCall(OnGroup, Burst, Generic[T]):
-    """A call with collectives that all ranks make together, including ranks that are out of data.
+class Snapshots(OnGroup, Burst):
+    """Snapshots of a fit, which all ranks take together, including ranks that are out of data.
 
     Args:
         collective: The collective of the ranks.
-        function: The function to call. Its first argument is whether this rank still has data. The arguments of the
-            call follow; a rank that is out of data passes none.
+        take: The function that takes a snapshot. Its argument is whether this rank still has data.
     """
 
-    def __init__(self, collective: Collective, function: Callable[..., T]) -> None:
+    def __init__(self, collective: Collective, take: Callable[[bool], dict[str, Any] | None]) -> None:
         super().__init__(collective)
-        self._function = function
+        self._take = take
 
-    def __call__(self, *args: Any) -> T:
-        """Call the function, and have ranks that are out of data call it too."""
+    def take(self) -> dict[str, Any] | None:
+        """Return a snapshot on one rank and ``None`` on the others; ranks that are out of data take part."""
         Join.notify_join_context(self)
-        return self._function(True, *args)
+        return self._take(True)
 
     @override
     def main_hook(self) -> None:
-        self._function(False)
+        self._take(False)
 
 
 class Position:
@@ -234,8 +232,8 @@ class Run:
     The trainer and the module are the objects of this process, which may be copies of the user's.
     """
 
-    take_snapshot: CollectiveCall[dict[str, Any] | None]
-    """Call that takes a snapshot of the fit, see ``joinables.trainer.checkpoint``; all ranks make it."""
+    snapshots: Snapshots
+    """Snapshots of the fit, see ``joinables.trainer.checkpoint``."""
 
     def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
         self.trainer, self.module, self.task, self.device = trainer, module, task, device

@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -217,7 +217,7 @@ class Trainer(TrainerState):
         for name, loader in loaders.items():
             if isinstance(loader, Dataset):
                 raise TypeError(f"{name} is a data set. Wrap it: DataLoader(dataset, batch_size=...). [J186]")
-            parts: Any = loader.values() if isinstance(loader, dict) else loader
+            parts = cast("dict[str, Any]", loader).values() if isinstance(loader, dict) else loader
             if isinstance(loader, (list, tuple, dict)) and any(isinstance(part, DataLoader) for part in parts):
                 raise TypeError(
                     f"{name} holds several loaders, and the trainer takes one. Concatenate their data sets with"
@@ -348,7 +348,7 @@ class Trainer(TrainerState):
             TypeError: If a state holds objects other than plain data and tensors.
         """
         if self._run is not None and self._run.optimizers:
-            state = self._run.take_snapshot()
+            state = self._run.snapshots.take()
         else:
             module, state = self._last_module and self._last_module(), self._last_state
             if self._run is not None or module is None or (state is None and self.is_global_zero):
@@ -449,7 +449,7 @@ def work(
             if isinstance(run, Fit):
                 run.start(**loaders)
                 run.run()
-                state = run.take_snapshot()
+                state = run.snapshots.take()
             else:
                 if task.saved is not None:
                     module.load_state_dict(task.saved["module"])

@@ -30,7 +30,7 @@ from joinables.modules import keeping_modes
 from joinables.trainer import checkpoint, rng
 from joinables.trainer.data import Plan, distribute, sampler_of
 from joinables.trainer.metrics import monitored
-from joinables.trainer.module import Callback, TrainModule
+from joinables.trainer.module import TrainModule
 from joinables.trainer.run import Run, Snapshots, Task, TrainerState, is_limit
 
 logger = logging.getLogger("joinables")
@@ -91,19 +91,19 @@ class Fit(Run):
 
     def run(self) -> None:
         """Train up to the number of epochs or steps, or until a callback stops the fit."""
-        trainer, counters = self.trainer, self.trainer.counters
+        trainer = self.trainer
         self.position.redo_from_here()
         self._set_modes()
         self.module.on_train_start()
         self.call("on_train_start")
         if not self._is_within_limits and self.collective.rank == 0:
             text = "This fit trains nothing, as %d epochs and %d steps reach max_epochs=%s or max_steps=%s. Raise them."
-            logger.warning(text, counters.epochs, counters.global_step, trainer.max_epochs, trainer.max_steps)
+            logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
         trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
         while self._is_within_limits and not trainer.should_stop:
-            steps, is_resumed = counters.global_step, self.position.resume_from is not None
+            steps, is_resumed = trainer.global_step, self.position.resume_from is not None
             self._epoch()
-            if counters.global_step == steps and not is_resumed:
+            if trainer.global_step == steps and not is_resumed:
                 if self.collective.rank == 0:
                     reason = "No rank had a batch, a rank without batches stopped all, or no optimizer was stepped"
                     warnings.warn(f"An epoch made no optimizer step. {reason}.", stacklevel=2)
@@ -123,8 +123,8 @@ class Fit(Run):
     @property
     def _is_within_limits(self) -> bool:
         """Whether the fit has not reached its number of epochs or steps, which a hook may change."""
-        trainer, counters = self.trainer, self.trainer.counters
-        limits = (counters.epochs, trainer.max_epochs), (counters.global_step, trainer.max_steps)
+        trainer = self.trainer
+        limits = (trainer.epochs, trainer.max_epochs), (trainer.global_step, trainer.max_steps)
         return all(not is_limit(limit) or count < limit for count, limit in limits)
 
     def _wrap(self) -> None:
@@ -144,7 +144,7 @@ class Fit(Run):
 
     def _epoch(self) -> None:
         trainer = self.trainer
-        self.position.begin_epoch(trainer.counters.epochs, self._loader)
+        self.position.begin_epoch(trainer.epochs, self._loader)
         self.module.on_train_epoch_start()
         self.call("on_train_epoch_start")
         plan = Plan.agree(self.collective, self._loader)
@@ -164,9 +164,9 @@ class Fit(Run):
                     stacklevel=2,
                 )
         # Before the first optimizer step a scheduler has nothing to do, and torch would warn.
-        if self.module.automatic_optimization and trainer.counters.global_step:
+        if self.module.automatic_optimization and trainer.global_step:
             self._schedule("epoch")
-        trainer.counters.epochs += 1
+        trainer.epochs += 1
         self.position.end_epoch()
         self._call_and_reduce("on_train_epoch_end")
         trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
@@ -192,8 +192,7 @@ class Fit(Run):
             *self.optimizers,
             *(stepped.scheduler for stepped in self.schedulers),
             *([self.scaler] if self.scaler.is_enabled() else []),
-            self.trainer.counters,
-            *(called for called in self.trainer.callbacks if type(called).state_dict is not Callback.state_dict),
+            self.trainer,
             self.snapshots,
         ]
         with self.trainer.strategy.block(
@@ -253,7 +252,7 @@ class Fit(Run):
             self._prepare_gradients()
             self.scaler.step(optimizer)
             self.scaler.update()
-            self.trainer.counters.global_step += 1
+            self.trainer.global_step += 1
             self._schedule("step")
         return cast("Any", outputs)
 
@@ -278,7 +277,7 @@ class Fit(Run):
         self.module.on_before_optimizer_step(optimizer)
 
     def _count_step(self, *_: Any) -> None:
-        self.trainer.counters.global_step += 1
+        self.trainer.global_step += 1
 
 
 # -- validation, test and prediction ----------------------------------------------------------------------------------

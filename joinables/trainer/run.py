@@ -48,29 +48,13 @@ class Task:
     random: dict[str, Any]
 
 
-class Counters:
-    """Progress of a fit. A rank that was out of data early loads the other ranks' counts when the block ends.
-
-    Attributes:
-        global_step: The number of optimizer steps, over all fits.
-        epochs: The number of completed epochs, over all fits.
-    """
-
-    def __init__(self) -> None:
-        self.global_step = self.epochs = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Return both counts."""
-        return {"global_step": self.global_step, "epochs": self.epochs}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Load both counts."""
-        self.global_step, self.epochs = state["global_step"], state["epochs"]
-
-
 class TrainerState:
     """The part of a trainer that its runs read and change."""
 
+    epochs: int = 0
+    """Number of completed epochs, over all fits of the module."""
+    global_step: int = 0
+    """Number of optimizer steps, over all fits of the module."""
     strategy: Strategy
     callbacks: list[Callback]
     dtype: torch.dtype
@@ -80,9 +64,20 @@ class TrainerState:
     accumulate_grad_batches: int
     gradient_clip_val: float | None
     uneven: Uneven
-    counters: Counters
     metrics: dict[str, float]
     should_stop: bool
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, and the states of the callbacks; a rank that was out of data early loads these."""
+        callbacks = {callback.state_key: callback.state_dict() for callback in self.callbacks}
+        return {"epochs": self.epochs, "global_step": self.global_step, "callbacks": callbacks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state. A callback that has none there stays as it is."""
+        self.epochs, self.global_step = state["epochs"], state["global_step"]
+        for callback in self.callbacks:
+            if callback.state_key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][callback.state_key])
 
 
 def is_limit(count: int | None) -> TypeGuard[int]:
@@ -244,7 +239,7 @@ class Run:
         """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the current batch."""
-        self.position = Position(self.store, trainer.counters.epochs)
+        self.position = Position(self.store, trainer.epochs)
         self.weight_unit: int | None = None
         """The number of samples that weigh 1 in gradients; ``None`` if all batches weigh the same."""
         self.optimizers: list[torch.optim.Optimizer] = []

@@ -31,7 +31,7 @@ from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.launch import launcher_of, write
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
-from joinables.trainer.run import Counters, Run, Task, TrainerState, Uneven, is_limit
+from joinables.trainer.run import Run, Task, TrainerState, Uneven, is_limit
 from joinables.trainer.strategy import Strategy, strategy_of
 
 logger = logging.getLogger("joinables")
@@ -137,8 +137,6 @@ class Trainer(TrainerState):
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
         self.uneven, self.callbacks = uneven, _in_order(callbacks)
         self.default_root_dir = Path(default_root_dir or ".").absolute()
-        self.counters = Counters()
-        """The optimizer steps and completed epochs, over all fits of the module."""
         self.metrics = {}
         """The latest value of every metric."""
         self.should_stop = False
@@ -233,7 +231,7 @@ class Trainer(TrainerState):
         if stage == "fit":
             self._begin(module)
             saved = saved or self._last_state
-        before = self.counters.state_dict()
+        before = self.epochs, self.global_step
         with temporary_folder() as folder:
             task = Task(stage, saved, Path(folder), os.getpid(), rng.capture())
             try:
@@ -244,7 +242,7 @@ class Trainer(TrainerState):
                 for index, callback in enumerate(self.callbacks):
                     if (path := Path(folder, f"callback-{index}")).exists():
                         callback.load_state_dict(torch.load(path, weights_only=False))
-                self.counters.load_state_dict(before)
+                self.epochs, self.global_step = before
                 raise
         if home is not None:
             self._load_home(module, result, home)
@@ -259,10 +257,8 @@ class Trainer(TrainerState):
         self.should_stop = False
         if self._last_module is None or self._last_module() is not module:
             self._last_module, self._last_state = weakref.ref(module), None
-            self.counters, self.metrics, self.strategy.report = Counters(), {}, None
-            for callback in self.callbacks:
-                if callback.state_key in self._first_states:
-                    callback.load_state_dict(copy.deepcopy(self._first_states[callback.state_key]))
+            self.metrics, self.strategy.report = {}, None
+            self.load_state_dict({"epochs": 0, "global_step": 0, "callbacks": copy.deepcopy(self._first_states)})
         for callback in self.callbacks:
             self._first_states.setdefault(callback.state_key, copy.deepcopy(callback.state_dict()))
 
@@ -273,11 +269,8 @@ class Trainer(TrainerState):
     def _load_home(self, module: TrainModule, result: Result, home: dict[str, Any]) -> None:
         """Load the state of rank 0, which is another process, into this one."""
         self.metrics = dict(result.callback_metrics)
-        self.counters.load_state_dict({"epochs": result.epochs, "global_step": result.global_step})
+        self.load_state_dict(vars(result))
         self.should_stop, self.strategy.report = result.stopped, result.join_report
-        for callback in self.callbacks:
-            if callback.state_key in result.callbacks:
-                callback.load_state_dict(result.callbacks[callback.state_key])
         if self.dtype is torch.float64:
             module.double()
         if home["module"] is not None:
@@ -323,12 +316,7 @@ class Trainer(TrainerState):
     @property
     def current_epoch(self) -> int:
         """Current epoch, from 0; outside a fit, the number of completed epochs."""
-        return self.counters.epochs if self._run is None else self._run.position.epoch
-
-    @property
-    def global_step(self) -> int:
-        """Number of optimizer steps, over all fits."""
-        return self.counters.global_step
+        return self.epochs if self._run is None else self._run.position.epoch
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint.
@@ -461,9 +449,8 @@ def work(
         trainer.strategy.teardown()
     result = Result(
         stage=task.stage,
-        **trainer.counters.state_dict(),
+        **trainer.state_dict(),
         callback_metrics=dict(trainer.metrics),
-        callbacks={callback.state_key: callback.state_dict() for callback in trainer.callbacks},
         join_report=trainer.join_report,
         stopped=trainer.should_stop,
         **outputs,

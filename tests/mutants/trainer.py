@@ -69,7 +69,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/loop.py",
-        "            self.trainer.counters,\n",
+        "            self.trainer,\n",
         "",
         LOOP + "test_equals_one_process[a rank without data]",
     ),
@@ -192,7 +192,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/trainer.py",
-        "                self.counters.load_state_dict(before)\n",
+        "                self.epochs, self.global_step = before\n",
         "",
         LIFETIMES + "test_a_fit_that_fails_counts_nothing",
     ),

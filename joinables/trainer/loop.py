@@ -72,13 +72,6 @@ class Fit(Run):
                 " return a different optimizer from configure_optimizers. [J249]"
             )
         self.optimizers = self.trainer.strategy.shard(optimizers)
-        for stepped in self.schedulers:
-            for used, given in zip(self.optimizers, optimizers, strict=True):
-                if used is not given and stepped.scheduler.optimizer is given:
-                    # A scheduler marks the step method of its optimizer, and warns if the mark is missing. This
-                    # LambdaLR changes nothing but sets the mark.
-                    torch.optim.lr_scheduler.LambdaLR(used, lambda _: 1.0)
-                    stepped.scheduler.optimizer = used
         if not module.automatic_optimization:
             for optimizer in self.optimizers:
                 self._hooks.append(optimizer.register_step_pre_hook(self._prepare_step))

@@ -28,6 +28,7 @@ from join import Join, JoinReport
 from join.collectives import Collective, SingleCollective, collective_of
 from join.collectives._torch_private import thawed
 from joinables._torch import reducer
+from joinables._torch.objects import mark_stepped
 from joinables.loss_gate import LossGate
 from joinables.modules import replaced
 from joinables.trainer.launch import Launcher, StartMethod
@@ -258,13 +259,24 @@ def check_not_wrapped(module: torch.nn.Module) -> None:
 
 
 def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
-    """Return a ``ZeroRedundancyOptimizer`` with the class and the groups of ``optimizer``, which has no state yet."""
+    """Return a ``ZeroRedundancyOptimizer`` with the class and the groups of ``optimizer``, which has no state yet.
+
+    Schedulers of ``optimizer`` work on the groups of the result from here on.
+    """
     from joinables.zero import ZeroRedundancyOptimizer  # its import takes a second, and most programs never need it
 
     only_in_groups = ("differentiable", "decoupled_weight_decay")  # AdamW does not accept the latter as an argument
     options = {name: value for name, value in optimizer.defaults.items() if name not in only_in_groups}
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-    return ZeroRedundancyOptimizer(groups, type(optimizer), **options)
+    zero = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
+
+    def share_groups(_: object = None) -> None:
+        optimizer.param_groups = zero.param_groups
+
+    share_groups()
+    zero.register_load_state_dict_post_hook(share_groups)
+    mark_stepped(optimizer)  # it never steps itself, and schedulers would warn of that
+    return zero
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

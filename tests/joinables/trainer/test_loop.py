@@ -734,6 +734,28 @@ def test_groups_with_names_are_sharded(pool: Pool) -> None:
         assert_same(shards, whole)
 
 
+class WarmsUp(Classifier):
+    """Its first learning rate is not the optimizer's, and a scheduler holds others."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer, kinds = torch.optim.SGD(self.parameters(), 0.1), torch.optim.lr_scheduler
+        parts: list[Any] = [kinds.LinearLR(optimizer, 0.1, total_iters=4), kinds.ExponentialLR(optimizer, 0.9)]
+        scheduler = kinds.SequentialLR(optimizer, parts, [6])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def warms_up(rank: int, ranks: int, epochs: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    module, run = WarmsUp(), trainer(strategy={"shard_optimizers": True})
+    for run.max_epochs in epochs:
+        run.fit(module, loader(30, GLOBAL_BATCH // ranks))  # the last step is of one rank
+    return flat_state(module.state_dict())
+
+
+def test_schedulers_of_sharded_optimizers(pool: Pool) -> None:
+    for state in pool.run(warms_up, 2, (1, 3), ranks=2):
+        assert_same(state, warms_up(0, 1, (3,)), TOLERANCE)
+
+
 class WithLBFGS(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1)

@@ -882,6 +882,28 @@ def test_the_timeout_holds_whatever_the_data(ending: Ending, samples: int) -> No
     assert ending.run(hangs, samples, ranks=2)[0].startswith(told)
 
 
+class Stalls(Stream):
+    def __iter__(self) -> Any:
+        for index, batch in enumerate(super().__iter__()):
+            if torch.distributed.get_rank() == 1 and index == 2:
+                wait_for([0])
+            yield batch
+
+
+def stalls(rank: int) -> str:
+    stalling = torch.utils.data.DataLoader(Stalls((3, 3)), batch_size=None)
+    try:
+        trainer(uneven="stop", strategy={"timeout": 1.0}).fit(Classifier(), stalling)
+    except JoinError as error:
+        tell()
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_the_timeout_holds_while_ranks_vote(ending: Ending) -> None:
+    assert ending.run(stalls, ranks=2)[0].startswith("JoinTimeoutError: ")
+
+
 class StopsAtOnce(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         trainer.should_stop = trainer.global_rank == 1

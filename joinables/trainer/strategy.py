@@ -147,8 +147,8 @@ class DDPStrategy(Strategy):
         ddp_comm_state: The first argument of ``ddp_comm_hook``.
         ddp_comm_hook: The communication hook of the gradients.
         ddp_comm_wrapper: A wrapper of the hook, such as ``fp16_compress_wrapper``.
-        timeout: Seconds that a rank waits for the others in an epoch, as in ``Join``. Then every rank waits for the
-            others before each backward, also with even data.
+        timeout: Seconds that a rank waits for the others in an epoch, as in ``Join``. With a
+            timeout, every rank waits for the others before each backward, whether the data are even or not.
         **ddp_kwargs: Other arguments of ``DistributedDataParallel``.
     """
 

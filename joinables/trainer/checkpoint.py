@@ -16,8 +16,7 @@ data and tensors::
 An epoch counts as completed after its validation and the steps of its schedulers. A fit that resumes from an earlier
 snapshot of the epoch skips all batches and validates again.
 
-Taking a snapshot is collective, since each rank holds a part. Ranks without data take part through
-``CollectiveCall``::
+Taking a snapshot is collective, since each rank holds a part. Ranks without data take part through ``Snapshots``::
 
     all-gather of the ranks' parts; the lowest rank with data becomes the writer
     for each sharded optimizer: its shards go to the writer
@@ -62,12 +61,11 @@ def take(run: Run, active: bool) -> dict[str, Any] | None:
     if run.collective.rank != writer:
         return None
     state: dict[str, Any] = {
-        **run.trainer.counters.state_dict(),
+        **run.trainer.state_dict(),
         "module": run.module.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
         "schedulers": [stepped.scheduler.state_dict() for stepped in run.schedulers],
         "scaler": run.scaler.state_dict(),
-        "callbacks": {callback.state_key: callback.state_dict() for callback in run.trainer.callbacks},
         "metrics": dict(run.trainer.metrics),
         "ranks": parts,
     }
@@ -107,13 +105,10 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
         stepped.scheduler.load_state_dict(saved)
     if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
-    run.trainer.counters.load_state_dict(state)
-    run.position.epoch = run.trainer.counters.epochs
+    run.trainer.load_state_dict(state)
+    run.position.epoch = run.trainer.epochs
     run.trainer.metrics = dict(state["metrics"])
-    for callback in run.trainer.callbacks:
-        if callback.state_key in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][callback.state_key])
-        callback.on_load_checkpoint(run.trainer, run.module, state)
+    run.call("on_load_checkpoint", state)
     if part is not None:
         run.position.load_state_dict(part)
 

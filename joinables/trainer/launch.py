@@ -143,7 +143,7 @@ class Launcher:
         backend: str = "gloo",
         timeout: timedelta | None = None,
     ) -> None:
-        self._environment = detect_environment()
+        self._environment = launcher_of(world_size)
         started = world_size if self._environment is None else self._environment.place.world_size
         if world_size < 1 or world_size != started:
             raise ValueError(
@@ -266,8 +266,7 @@ class Environment:
     store then holds keys of ranks from before a restart. Otherwise rank 0 serves it.
 
     With SLURM, rank 0 is on the first node of the step, unless ``MASTER_ADDR`` names another host. The port follows
-    from the job's number, so two steps of one job at the same time need a ``MASTER_PORT`` each. A batch script that
-    calls python without srun looks like task 0 of the whole step, and waits for the other tasks until it times out.
+    from the job's number, so two steps of one job at the same time need a ``MASTER_PORT`` each.
 
     MPI does not name the host of rank 0, so a run on several nodes needs both variables. On one node the port follows
     from the job's name (``PMIX_NAMESPACE``), which Open MPI sets and Hydra does not.
@@ -292,10 +291,12 @@ class Environment:
         Raises:
             ValueError: If a variable is missing or makes no sense.
         """
-        place = Place(*map(self._number, self.names))
-        if place.rank >= place.world_size:
-            self._refuse(f"{self.names[0]}={place.rank} is not below {self.names[1]}={place.world_size}")
-        return place
+        rank, world_size = self._number(self.names[0]), self._number(self.names[1])
+        if rank >= world_size:
+            self._refuse(f"{self.names[0]}={rank} is not below {self.names[1]}={world_size}")
+        # Systems that start one process on each node set no number on the node.
+        is_alone = world_size == 1 and self.names[2] not in self.environ
+        return Place(rank, world_size, 0 if is_alone else self._number(self.names[2]))
 
     def store(self) -> dist.Store:
         """Connect to the store where the processes meet, and serve it first if that is the task of this rank.
@@ -346,13 +347,21 @@ class Environment:
         )
 
 
-def detect_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
+def launcher_of(world_size: int) -> Environment | None:
+    """Return the launcher that started the processes of a run with ``world_size`` processes; ``None`` without one.
+
+    A launcher that has started a single process has not started a larger run.
+    """
+    environment = detect_environment(os.environ)
+    return None if environment is None or environment.place.world_size == 1 < world_size else environment
+
+
+def detect_environment(environ: Mapping[str, str]) -> Environment | None:
     """Return the launcher that started this process, or ``None`` without one; torchrun first, then SLURM, then MPI.
 
     Args:
-        environ: The environment variables; by default those of this process.
+        environ: The environment variables of the process.
     """
-    environ = os.environ if environ is None else environ
     # torchrun is often called by srun or mpirun once on each node: the innermost launcher started this process.
     # RANK alone is too common a name to identify torchrun.
     by_hand = "RANK" in environ and ("WORLD_SIZE" in environ or "LOCAL_RANK" in environ)
@@ -360,7 +369,8 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> Environment 
         return Environment("torchrun", environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     # If mpirun runs inside an allocation of SLURM, its processes all inherit the number of the task that called it.
     by_mpi = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
-    if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ and not by_mpi:
+    # A batch script has the number of a task too, and no step: the tasks of its job do not run.
+    if {"SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_ID"} <= environ.keys() and not by_mpi:
         # The shell of salloc may be a step of its own, with one task. Processes that srun starts there have its name.
         job, alone = environ.get("SLURM_JOB_NAME"), environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
         if job != "bash" and not (job == "interactive" and alone):

@@ -16,6 +16,7 @@ remainder at its end. So the n-th synchronised backward of one rank meets the n-
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -29,8 +30,10 @@ from joinables.modules import keeping_modes
 from joinables.trainer import checkpoint, rng
 from joinables.trainer.data import Plan, distribute, sampler_of
 from joinables.trainer.metrics import monitored
-from joinables.trainer.module import Callback, TrainModule
-from joinables.trainer.run import CollectiveCall, Run, Task, TrainerState
+from joinables.trainer.module import TrainModule
+from joinables.trainer.run import Run, Snapshots, Task, TrainerState, is_limit
+
+logger = logging.getLogger("joinables")
 
 
 class Fit(Run):
@@ -40,8 +43,7 @@ class Fit(Run):
         super().__init__(trainer, module, task, device)
         self._loader = self._val_loader = None
         self._hooks: list[Any] = []
-        self.take_snapshot = CollectiveCall(self.collective, partial(checkpoint.take, self))
-        self._all_have_another = CollectiveCall(self.collective, self._vote)
+        self.snapshots = Snapshots(self.collective, partial(checkpoint.take, self))
         self._accumulated = 1
         """The number of batches in one optimizer step of this epoch."""
 
@@ -53,6 +55,12 @@ class Fit(Run):
         self._val_loader = None if val_loader is None else local_loader(self, val_loader)
         self._wrap()
         optimizers, self.schedulers = parse_optimizers(module.configure_optimizers())
+        if foreign := set(parameters_of(optimizers)).difference(module.parameters()):
+            raise ValueError(
+                f"The optimizers of configure_optimizers hold {len(foreign)} parameters that {type(module).__name__}"
+                " lacks, so these would be neither averaged over the ranks nor saved. Make the modules that hold them"
+                " attributes of the module, and put lists of modules into torch.nn.ModuleList. [J597]"
+            )
         if module.automatic_optimization and len(optimizers) > 1:
             raise ValueError(
                 f"configure_optimizers returned {len(optimizers)} optimizers, and the trainer steps only one. Set"
@@ -64,13 +72,6 @@ class Fit(Run):
                 " return a different optimizer from configure_optimizers. [J249]"
             )
         self.optimizers = self.trainer.strategy.shard(optimizers)
-        for stepped in self.schedulers:
-            for used, given in zip(self.optimizers, optimizers, strict=True):
-                if used is not given and stepped.scheduler.optimizer is given:
-                    # A scheduler marks the step method of its optimizer, and warns if the mark is missing. This
-                    # LambdaLR changes nothing but sets the mark.
-                    torch.optim.lr_scheduler.LambdaLR(used, lambda _: 1.0)
-                    stepped.scheduler.optimizer = used
         if not module.automatic_optimization:
             for optimizer in self.optimizers:
                 self._hooks.append(optimizer.register_step_pre_hook(self._prepare_step))
@@ -83,20 +84,23 @@ class Fit(Run):
 
     def run(self) -> None:
         """Train up to the number of epochs or steps, or until a callback stops the fit."""
-        trainer, counters = self.trainer, self.trainer.counters
+        trainer = self.trainer
         self.position.redo_from_here()
         self._set_modes()
         self.module.on_train_start()
         self.call("on_train_start")
+        if not self._is_within_limits and self.collective.rank == 0:
+            text = "This fit trains nothing, as %d epochs and %d steps reach max_epochs=%s or max_steps=%s. Raise them."
+            logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
         trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
         while self._is_within_limits and not trainer.should_stop:
-            steps, is_resumed = counters.global_step, self.position.resume_from is not None
+            steps, is_resumed = trainer.global_step, self.position.resume_from is not None
             self._epoch()
-            if counters.global_step == steps and not is_resumed:
+            if trainer.global_step == steps and not is_resumed:
                 if self.collective.rank == 0:
                     reason = "No rank had a batch, a rank without batches stopped all, or no optimizer was stepped"
                     warnings.warn(f"An epoch made no optimizer step. {reason}.", stacklevel=2)
-                if trainer.max_epochs is None:
+                if not is_limit(trainer.max_epochs):
                     break  # the fit would never reach max_steps
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
         with self.fresh_metrics():
@@ -112,14 +116,14 @@ class Fit(Run):
     @property
     def _is_within_limits(self) -> bool:
         """Whether the fit has not reached its number of epochs or steps, which a hook may change."""
-        trainer, counters = self.trainer, self.trainer.counters
-        limits = (counters.epochs, trainer.max_epochs), (counters.global_step, trainer.max_steps)
-        return all(limit is None or count < limit for count, limit in limits)
+        trainer = self.trainer
+        limits = (trainer.epochs, trainer.max_epochs), (trainer.global_step, trainer.max_steps)
+        return all(not is_limit(limit) or count < limit for count, limit in limits)
 
     def _wrap(self) -> None:
         """Wrap the module for training; a new wrapper is made if other parameters have to be reduced."""
         several = not self.module.automatic_optimization
-        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        held = parameters_of(self.optimizers)
         self.trainer.strategy.wrap(self.module, self.device, several_backwards=several, held=held)
 
     def _set_modes(self) -> None:
@@ -133,23 +137,29 @@ class Fit(Run):
 
     def _epoch(self) -> None:
         trainer = self.trainer
-        self.position.begin_epoch(trainer.counters.epochs, self._loader)
+        self.position.begin_epoch(trainer.epochs, self._loader)
         self.module.on_train_epoch_start()
         self.call("on_train_epoch_start")
         plan = Plan.agree(self.collective, self._loader)
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
         finished = self.collective.reduce_boolean_decision(self._train(plan))
-        self.reduce_metrics()
+        trained = self.reduce_metrics()
         if not finished:
             return  # a later fit resumes in the middle of this epoch
         self.position.redo_from_here()
         if self._val_loader is not None:
-            evaluate(self, self._val_loader, "validate")
+            validated, _ = evaluate(self, self._val_loader, "validate")
+            if (both := trained.keys() & validated) and self.collective.rank == 0:
+                warnings.warn(
+                    f"{', '.join(sorted(both))} was logged in training and in validation, so trainer.callback_metrics"
+                    " has the value of the validation. Log it under two names.",
+                    stacklevel=2,
+                )
         # Before the first optimizer step a scheduler has nothing to do, and torch would warn.
-        if self.module.automatic_optimization and trainer.counters.global_step:
+        if self.module.automatic_optimization and trainer.global_step:
             self._schedule("epoch")
-        trainer.counters.epochs += 1
+        trainer.epochs += 1
         self.position.end_epoch()
         self._call_and_reduce("on_train_epoch_end")
         trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
@@ -175,10 +185,8 @@ class Fit(Run):
             *self.optimizers,
             *(stepped.scheduler for stepped in self.schedulers),
             *([self.scaler] if self.scaler.is_enabled() else []),
-            self.trainer.counters,
-            *(called for called in self.trainer.callbacks if type(called).state_dict is not Callback.state_dict),
-            self.take_snapshot,
-            *([self._all_have_another] if vote else []),
+            self.trainer,
+            self.snapshots,
         ]
         with self.trainer.strategy.block(
             listed,
@@ -208,14 +216,10 @@ class Fit(Run):
                 return is_last
         return True
 
-    def _vote(self, active: bool, has_another: bool = False) -> bool:
-        """Return whether all ranks have another batch."""
-        return self.collective.reduce_boolean_decision(has_another)
-
     def _while_all_have_one(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches until a rank has no more: before each, the ranks vote."""
+        """Yield batches until a rank has no more: before each, the ranks vote, so no rank shadows another."""
         batch = next(batches, None)
-        while self._all_have_another(batch is not None):
+        while self.collective.reduce_boolean_decision(batch is not None):
             yield batch
             batch = next(batches, None)
 
@@ -241,7 +245,7 @@ class Fit(Run):
             self._prepare_gradients()
             self.scaler.step(optimizer)
             self.scaler.update()
-            self.trainer.counters.global_step += 1
+            self.trainer.global_step += 1
             self._schedule("step")
         return cast("Any", outputs)
 
@@ -266,7 +270,7 @@ class Fit(Run):
         self.module.on_before_optimizer_step(optimizer)
 
     def _count_step(self, *_: Any) -> None:
-        self.trainer.counters.global_step += 1
+        self.trainer.global_step += 1
 
 
 # -- validation, test and prediction ----------------------------------------------------------------------------------
@@ -342,6 +346,11 @@ class Scheduler(NamedTuple):
     scheduler: Any
     interval: str
     monitor: str | None
+
+
+def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return the parameters that optimizers hold."""
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:

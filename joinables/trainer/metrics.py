@@ -123,7 +123,13 @@ class MetricStore(dict[str, Metric]):
             if len(self._on_device) == _MOST_ON_DEVICE:
                 self._fetch()
             return
-        number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        try:
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"Metric {name!r} was logged as a {type(value).__name__}, which is not one number ({error}). Pass a"
+                " number or a tensor with one element, such as value.mean(). Of a metric object, log the result. [J594]"
+            ) from error
         self._add_number(name, reduce_fx, number, weight)
 
     def reduce(self, collective: Collective) -> dict[str, float]:

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from joinables._torch.objects import compiled_from
 from joinables.trainer.metrics import Reduction
 
 
@@ -193,7 +194,7 @@ class TrainModule(torch.nn.Module):
         """Record a metric.
 
         At the end of the epoch, ``trainer.callback_metrics[name]`` is its mean over all samples of all ranks. The
-        number of processes does not change it.
+        number of processes does not change it. If a step logs several values under one name, all of them count.
 
         Args:
             name: The metric's name.
@@ -208,7 +209,8 @@ class TrainModule(torch.nn.Module):
 
         Raises:
             ValueError: If ``reduce_fx`` is unknown, or differs from the metric's previous one.
-            RuntimeError: If a tensor has several elements, or in a prediction.
+            TypeError: If the value is not one number.
+            RuntimeError: In a prediction.
         """
         self.trainer.run.log(name, value, batch_size, reduce_fx)
 
@@ -365,6 +367,11 @@ _NEEDED = {
 
 def check_module(module: Any, stage: str, *, calls_val_dataloader: bool = True) -> None:
     """Raise a ``TypeError`` for a module without a method that the stage needs, or with hooks that are never called."""
+    if isinstance(inner := compiled_from(module), TrainModule):
+        raise TypeError(
+            f"module is torch.compile({type(inner).__name__}), and torch.compile compiles no training_step. Pass the"
+            " module itself, and compile its parts in on_train_start, such as self.net.compile(). [J595]"
+        )
     if not isinstance(module, TrainModule):
         raise TypeError(f"module is a {type(module).__name__}. Derive it from joinables.trainer.TrainModule. [J181]")
     for name in _NEEDED[stage]:

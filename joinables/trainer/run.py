@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import torch
 from typing_extensions import override
@@ -26,7 +26,6 @@ from joinables.trainer.metrics import MetricStore, Reduction
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.strategy import Strategy
 
-T = TypeVar("T")
 Uneven: TypeAlias = Literal["join", "stop", "error"]
 
 
@@ -49,64 +48,63 @@ class Task:
     random: dict[str, Any]
 
 
-class Counters:
-    """Progress of a fit. A rank that was out of data early loads the other ranks' counts when the block ends.
-
-    Attributes:
-        global_step: The number of optimizer steps, over all fits.
-        epochs: The number of completed epochs, over all fits.
-    """
-
-    def __init__(self) -> None:
-        self.global_step = self.epochs = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Return both counts."""
-        return {"global_step": self.global_step, "epochs": self.epochs}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Load both counts."""
-        self.global_step, self.epochs = state["global_step"], state["epochs"]
-
-
 class TrainerState:
     """The part of a trainer that its runs read and change."""
 
+    epochs: int = 0
+    """Number of completed epochs, over all fits of the module."""
+    global_step: int = 0
+    """Number of optimizer steps, over all fits of the module."""
     strategy: Strategy
     callbacks: list[Callback]
     dtype: torch.dtype
     seed: int | None
-    max_epochs: int | None
+    max_epochs: int | None  # without limit: ``None``, or -1, as Lightning writes it
     max_steps: int | None
     accumulate_grad_batches: int
     gradient_clip_val: float | None
     uneven: Uneven
-    counters: Counters
     metrics: dict[str, float]
     should_stop: bool
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, and the states of the callbacks; a rank that was out of data early loads these."""
+        callbacks = {callback.state_key: callback.state_dict() for callback in self.callbacks}
+        return {"epochs": self.epochs, "global_step": self.global_step, "callbacks": callbacks}
 
-class CollectiveCall(OnGroup, Burst, Generic[T]):
-    """A call with collectives that all ranks make together, including ranks that are out of data.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state. A callback that has none there stays as it is."""
+        self.epochs, self.global_step = state["epochs"], state["global_step"]
+        for callback in self.callbacks:
+            if callback.state_key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][callback.state_key])
+
+
+def is_limit(count: int | None) -> TypeGuard[int]:
+    """Return whether ``max_epochs`` or ``max_steps`` is a limit; ``None`` and -1 are none."""
+    return count not in (None, -1)
+
+
+class Snapshots(OnGroup, Burst):
+    """Snapshots of a fit, which all ranks take together, including ranks that are out of data.
 
     Args:
         collective: The collective of the ranks.
-        function: The function to call. Its first argument is whether this rank still has data. The arguments of the
-            call follow; a rank that is out of data passes none.
+        take: The function that takes a snapshot. Its argument is whether this rank still has data.
     """
 
-    def __init__(self, collective: Collective, function: Callable[..., T]) -> None:
+    def __init__(self, collective: Collective, take: Callable[[bool], dict[str, Any] | None]) -> None:
         super().__init__(collective)
-        self._function = function
+        self._take = take
 
-    def __call__(self, *args: Any) -> T:
-        """Call the function, and have ranks that are out of data call it too."""
+    def take(self) -> dict[str, Any] | None:
+        """Return a snapshot on one rank and ``None`` on the others; ranks that are out of data take part."""
         Join.notify_join_context(self)
-        return self._function(True, *args)
+        return self._take(True)
 
     @override
     def main_hook(self) -> None:
-        self._function(False)
+        self._take(False)
 
 
 class Position:
@@ -229,8 +227,8 @@ class Run:
     The trainer and the module are the objects of this process, which may be copies of the user's.
     """
 
-    take_snapshot: CollectiveCall[dict[str, Any] | None]
-    """Call that takes a snapshot of the fit, see ``joinables.trainer.checkpoint``; all ranks make it."""
+    snapshots: Snapshots
+    """Snapshots of the fit, see ``joinables.trainer.checkpoint``."""
 
     def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
         self.trainer, self.module, self.task, self.device = trainer, module, task, device
@@ -241,7 +239,7 @@ class Run:
         """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the current batch."""
-        self.position = Position(self.store, trainer.counters.epochs)
+        self.position = Position(self.store, trainer.epochs)
         self.weight_unit: int | None = None
         """The number of samples that weigh 1 in gradients; ``None`` if all batches weigh the same."""
         self.optimizers: list[torch.optim.Optimizer] = []

@@ -28,6 +28,7 @@ from join import Join, JoinReport
 from join.collectives import Collective, SingleCollective, collective_of
 from join.collectives._torch_private import thawed
 from joinables._torch import reducer
+from joinables._torch.objects import mark_stepped
 from joinables.loss_gate import LossGate
 from joinables.modules import replaced
 from joinables.trainer.launch import Launcher, StartMethod
@@ -146,7 +147,8 @@ class DDPStrategy(Strategy):
         ddp_comm_state: The first argument of ``ddp_comm_hook``.
         ddp_comm_hook: The communication hook of the gradients.
         ddp_comm_wrapper: A wrapper of the hook, such as ``fp16_compress_wrapper``.
-        timeout: Seconds that a joined or waiting rank waits for the others, as in ``Join``.
+        timeout: Seconds that a rank waits for the others in an epoch, as in ``Join``. With a
+            timeout, every rank waits for the others before each backward, whether the data are even or not.
         **ddp_kwargs: Other arguments of ``DistributedDataParallel``.
     """
 
@@ -219,6 +221,7 @@ class DDPStrategy(Strategy):
                 for stepped in listed
             ]
         assert self.ddp is not None
+        enable = enable or self._timeout is not None  # a block that does nothing has no timeout
         known = set(map(id, reducer.parameters(self.ddp)))
         join = Join(
             [self.ddp, *listed, self],
@@ -256,13 +259,24 @@ def check_not_wrapped(module: torch.nn.Module) -> None:
 
 
 def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
-    """Return a ``ZeroRedundancyOptimizer`` with the class and the groups of ``optimizer``, which has no state yet."""
+    """Return a ``ZeroRedundancyOptimizer`` with the class and the groups of ``optimizer``, which has no state yet.
+
+    Schedulers of ``optimizer`` work on the groups of the result from here on.
+    """
     from joinables.zero import ZeroRedundancyOptimizer  # its import takes a second, and most programs never need it
 
     only_in_groups = ("differentiable", "decoupled_weight_decay")  # AdamW does not accept the latter as an argument
     options = {name: value for name, value in optimizer.defaults.items() if name not in only_in_groups}
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-    return ZeroRedundancyOptimizer(groups, type(optimizer), **options)
+    zero = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
+
+    def share_groups(_: object = None) -> None:
+        optimizer.param_groups = zero.param_groups
+
+    share_groups()
+    zero.register_load_state_dict_post_hook(share_groups)
+    mark_stepped(optimizer)  # it never steps itself, and schedulers would warn of that
+    return zero
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -15,22 +15,23 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from join import JoinReport
 from join.collectives._torch_private import pytree
 from join.files import temporary_folder
+from join.loop import check_loader
 from joinables.modules import keeping_modes
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
-from joinables.trainer.launch import detect_environment, write
+from joinables.trainer.launch import launcher_of, write
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
-from joinables.trainer.run import Counters, Run, Task, TrainerState, Uneven
+from joinables.trainer.run import Run, Task, TrainerState, Uneven, is_limit
 from joinables.trainer.strategy import Strategy, strategy_of
 
 logger = logging.getLogger("joinables")
@@ -79,9 +80,9 @@ class Trainer(TrainerState):
         strategy: A name from ``strategies()``, or a ``Strategy``. ``"auto"`` is ``"single"`` for one process and
             ``"ddp"`` for several. With ``"single"`` under torchrun, SLURM or MPI, each process trains by itself.
         precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
-        max_epochs: The number of epochs to stop after, over all fits. The default is one epoch, or no limit if
-            ``max_steps`` is set.
-        max_steps: The number of optimizer steps to stop after, over all fits; ``None`` for no limit.
+        max_epochs: The number of epochs to stop after, over all fits; -1 for no limit. The default is one epoch, or no
+            limit if ``max_steps`` is set.
+        max_steps: The number of optimizer steps to stop after, over all fits; ``None`` or -1 for no limit.
         accumulate_grad_batches: The number of batches in one optimizer step. A change takes effect with the next epoch.
         gradient_clip_val: The largest norm of the gradient; ``None`` for no limit.
         uneven: The treatment of ranks with different numbers of batches: ``"join"`` trains on all batches, ``"stop"``
@@ -131,13 +132,11 @@ class Trainer(TrainerState):
                 f"{accumulate_grad_batches=} and {gradient_clip_val=} are not both positive. Pass positive numbers, or"
                 " gradient_clip_val=None for no clipping. [J168]"
             )
-        self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
+        self.max_epochs = 1 if max_epochs is None and not is_limit(max_steps) else max_epochs
         self.max_steps, self.seed = max_steps, seed
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
         self.uneven, self.callbacks = uneven, _in_order(callbacks)
         self.default_root_dir = Path(default_root_dir or ".").absolute()
-        self.counters = Counters()
-        """The optimizer steps and completed epochs, over all fits of the module."""
         self.metrics = {}
         """The latest value of every metric."""
         self.should_stop = False
@@ -180,9 +179,10 @@ class Trainer(TrainerState):
         check_module(module, "fit", calls_val_dataloader=val_loader is not None)
         if val_loader is not None:
             check_module(module, "validate")
-        if self.max_epochs is None and self.max_steps is None:
+        if not (is_limit(self.max_epochs) or is_limit(self.max_steps)):
             raise ValueError(
-                "max_epochs=None and max_steps=None set no end to this fit. Set one of them on the Trainer. [J268]"
+                f"max_epochs={self.max_epochs} and max_steps={self.max_steps} set no end to this fit. Set one of them"
+                " on the Trainer to the number of epochs or steps. [J268]"
             )
         automatic = self.gradient_clip_val, self.accumulate_grad_batches, self.dtype is torch.float16
         if not module.automatic_optimization and automatic != (None, 1, False):
@@ -215,6 +215,14 @@ class Trainer(TrainerState):
         for name, loader in loaders.items():
             if isinstance(loader, Dataset):
                 raise TypeError(f"{name} is a data set. Wrap it: DataLoader(dataset, batch_size=...). [J186]")
+            parts = cast("dict[str, Any]", loader).values() if isinstance(loader, dict) else loader
+            if isinstance(loader, (list, tuple, dict)) and any(isinstance(part, DataLoader) for part in parts):
+                raise TypeError(
+                    f"{name} holds several loaders, and the trainer takes one. Concatenate their data sets with"
+                    " torch.utils.data.ConcatDataset. To validate on each of them, call validate on each. [J596]"
+                )
+            if name != "val_loader" or loader is not None:
+                check_loader(loader)
         self.callbacks = _in_order(self.callbacks)  # the user may have changed them
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
@@ -223,7 +231,7 @@ class Trainer(TrainerState):
         if stage == "fit":
             self._begin(module)
             saved = saved or self._last_state
-        before = self.counters.state_dict()
+        before = self.epochs, self.global_step
         with temporary_folder() as folder:
             task = Task(stage, saved, Path(folder), os.getpid(), rng.capture())
             try:
@@ -234,7 +242,7 @@ class Trainer(TrainerState):
                 for index, callback in enumerate(self.callbacks):
                     if (path := Path(folder, f"callback-{index}")).exists():
                         callback.load_state_dict(torch.load(path, weights_only=False))
-                self.counters.load_state_dict(before)
+                self.epochs, self.global_step = before
                 raise
         if home is not None:
             self._load_home(module, result, home)
@@ -249,10 +257,8 @@ class Trainer(TrainerState):
         self.should_stop = False
         if self._last_module is None or self._last_module() is not module:
             self._last_module, self._last_state = weakref.ref(module), None
-            self.counters, self.metrics, self.strategy.report = Counters(), {}, None
-            for callback in self.callbacks:
-                if callback.state_key in self._first_states:
-                    callback.load_state_dict(copy.deepcopy(self._first_states[callback.state_key]))
+            self.metrics, self.strategy.report = {}, None
+            self.load_state_dict({"epochs": 0, "global_step": 0, "callbacks": copy.deepcopy(self._first_states)})
         for callback in self.callbacks:
             self._first_states.setdefault(callback.state_key, copy.deepcopy(callback.state_dict()))
 
@@ -263,11 +269,8 @@ class Trainer(TrainerState):
     def _load_home(self, module: TrainModule, result: Result, home: dict[str, Any]) -> None:
         """Load the state of rank 0, which is another process, into this one."""
         self.metrics = dict(result.callback_metrics)
-        self.counters.load_state_dict({"epochs": result.epochs, "global_step": result.global_step})
+        self.load_state_dict(vars(result))
         self.should_stop, self.strategy.report = result.stopped, result.join_report
-        for callback in self.callbacks:
-            if callback.state_key in result.callbacks:
-                callback.load_state_dict(result.callbacks[callback.state_key])
         if self.dtype is torch.float64:
             module.double()
         if home["module"] is not None:
@@ -302,7 +305,7 @@ class Trainer(TrainerState):
         """Rank of this process; outside a run 0, or the rank that torchrun, SLURM or MPI have set."""
         if self._run is not None:
             return self._run.collective.rank
-        environment = detect_environment() if self.strategy.is_distributed else None
+        environment = launcher_of(self.world_size) if self.strategy.is_distributed else None
         return 0 if environment is None else environment.place.rank
 
     @property
@@ -313,12 +316,7 @@ class Trainer(TrainerState):
     @property
     def current_epoch(self) -> int:
         """Current epoch, from 0; outside a fit, the number of completed epochs."""
-        return self.counters.epochs if self._run is None else self._run.position.epoch
-
-    @property
-    def global_step(self) -> int:
-        """Number of optimizer steps, over all fits."""
-        return self.counters.global_step
+        return self.epochs if self._run is None else self._run.position.epoch
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint.
@@ -338,7 +336,7 @@ class Trainer(TrainerState):
             TypeError: If a state holds objects other than plain data and tensors.
         """
         if self._run is not None and self._run.optimizers:
-            state = self._run.take_snapshot()
+            state = self._run.snapshots.take()
         else:
             module, state = self._last_module and self._last_module(), self._last_state
             if self._run is not None or module is None or (state is None and self.is_global_zero):
@@ -361,7 +359,7 @@ class Trainer(TrainerState):
         """Return the device on which this process computes as ``rank``."""
         if self._accelerator == "cpu":
             return torch.device("cpu")
-        environment = detect_environment()
+        environment = launcher_of(self.world_size)
         local_rank = rank if environment is None else environment.place.local_rank
         # Some launchers let each process see only its own GPU.
         return torch.device(self._accelerator, local_rank % torch.accelerator.device_count())
@@ -381,7 +379,12 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
 
     With ``devices="auto"``, it is the number that a launcher has started; without a launcher, one for each GPU, or 1.
     """
-    environment = detect_environment()
+    if devices != "auto" and not (isinstance(devices, int) and not isinstance(devices, bool)):
+        raise TypeError(
+            f"{devices=} is not a number of processes. Pass a number, or 'auto'. To choose GPUs, set"
+            " CUDA_VISIBLE_DEVICES before the script starts. [J593]"
+        )
+    environment = launcher_of(1 if devices == "auto" else devices * num_nodes)
     started = None if environment is None else environment.place.world_size
     gpus = None if accelerator == "cpu" else torch.accelerator.device_count()
     wanted = (1 if alone else started or gpus or 1) if devices == "auto" else devices * num_nodes
@@ -434,7 +437,7 @@ def work(
             if isinstance(run, Fit):
                 run.start(**loaders)
                 run.run()
-                state = run.take_snapshot()
+                state = run.snapshots.take()
             else:
                 if task.saved is not None:
                     module.load_state_dict(task.saved["module"])
@@ -446,9 +449,8 @@ def work(
         trainer.strategy.teardown()
     result = Result(
         stage=task.stage,
-        **trainer.counters.state_dict(),
+        **trainer.state_dict(),
         callback_metrics=dict(trainer.metrics),
-        callbacks={callback.state_key: callback.state_dict() for callback in trainer.callbacks},
         join_report=trainer.join_report,
         stopped=trainer.should_stop,
         **outputs,

@@ -69,7 +69,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/loop.py",
-        "            self.trainer.counters,\n",
+        "            self.trainer,\n",
         "",
         LOOP + "test_equals_one_process[a rank without data]",
     ),
@@ -109,6 +109,18 @@ MUTANTS = [
         "            reducer.check_finished(self.ddp)\n",
         "",
         FREEZING + "test_a_change_that_the_wrapper_cannot_follow",
+    ),
+    Mutant(
+        "joinables/trainer/strategy.py",
+        "enable or self._timeout is not None",
+        "enable",
+        LOOP + "test_the_timeout_holds_whatever_the_data[even]",
+    ),
+    Mutant(
+        "joinables/trainer/strategy.py",
+        "    zero.register_load_state_dict_post_hook(share_groups)\n",
+        "",
+        LOOP + "test_schedulers_of_sharded_optimizers",
     ),
     # -- counters, metrics and random numbers --------------------------------------------------------------------------
     Mutant(
@@ -192,11 +204,23 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/trainer.py",
-        "                self.counters.load_state_dict(before)\n",
+        "                self.epochs, self.global_step = before\n",
         "",
         LIFETIMES + "test_a_fit_that_fails_counts_nothing",
     ),
     # -- launching -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "joinables/trainer/launch.py",
+        "environment.place.world_size == 1 < world_size",
+        "False",
+        TRAINER + "test_the_trainer_starts_what_a_launcher_of_one_process_has_not",
+    ),
+    Mutant(
+        "joinables/trainer/launch.py",
+        '"SLURM_PROCID", "SLURM_STEP_ID"}',
+        '"SLURM_PROCID"}',
+        "tests/joinables/trainer/test_environment.py::test_conformance",
+    ),
     Mutant(
         "joinables/trainer/launch.py",
         "blame = _OTHERS if isinstance",

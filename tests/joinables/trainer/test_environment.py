@@ -64,13 +64,16 @@ HYDRA = {
     "PMI_RANK": "3",
     "PMI_SIZE": "4",
 }
+BATCH_SCRIPT = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_PROCID": "0"}
+ONE_BY_HAND = {"RANK": "0", "WORLD_SIZE": "1"}
 SALLOC_SHELL = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "interactive", "SLURM_NTASKS": "4"}
-INTERACTIVE_STEP = SALLOC_SHELL | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+INTERACTIVE_STEP = SALLOC_SHELL | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
 SRUN_PTY = SRUN | {"SLURM_JOB_NAME": "bash", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
 
 RECORDED: list[tuple[str, Mapping[str, str], str | None, Place | None]] = [
     ("torchrun", TORCHRUN, "torchrun", Place(2, 4, 0)),
     ("by hand", BY_HAND, "torchrun", Place(1, 2, 1)),
+    ("one process by hand", ONE_BY_HAND, "torchrun", Place(0, 1, 0)),
     ("srun", SRUN, "SLURM's srun", Place(4, 5, 0)),
     ("srun from salloc", SRUN | {"SLURM_JOB_NAME": "interactive"}, "SLURM's srun", Place(4, 5, 0)),
     ("Open MPI", OPEN_MPI, "MPI's mpirun", Place(1, 2, 1)),
@@ -79,6 +82,7 @@ RECORDED: list[tuple[str, Mapping[str, str], str | None, Place | None]] = [
     ("mpirun in sbatch", SRUN | OPEN_MPI, "MPI's mpirun", Place(1, 2, 1)),
     ("mpiexec in sbatch", SRUN | HYDRA, "MPI's mpiexec", Place(3, 4, 1)),
     ("srun with PMI", SRUN | {"PMI_RANK": "4", "PMI_SIZE": "5"}, "SLURM's srun", Place(4, 5, 0)),
+    ("python in a batch script", BATCH_SCRIPT, None, None),
     ("salloc", SALLOC_SHELL, None, None),
     ("salloc as a step", INTERACTIVE_STEP, None, None),
     ("srun --pty bash", SRUN_PTY, None, None),
@@ -102,6 +106,7 @@ MALFORMED: list[tuple[Mapping[str, str], str]] = [
     (TORCHRUN | {"WORLD_SIZE": ""}, "WORLD_SIZE='' is not a whole number"),
     (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT do not name"),
     (TORCHRUN | {"MASTER_PORT": "x"}, "MASTER_PORT='x' is not a whole number"),
+    (BY_HAND | {"LOCAL_RANK": ""}, "LOCAL_RANK='' is not a whole number"),
     (SRUN | {"SLURM_PROCID": "5"}, "SLURM_PROCID=5 is not below SLURM_NTASKS=5"),
     (SRUN | {"SLURM_LOCALID": "x"}, "SLURM_LOCALID='x' is not a whole number"),
     (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2 is not below"),

@@ -607,7 +607,7 @@ SAME_EVERYWHERE = """
         assert environ == os.environ
         assert not dist.is_initialized()
         if told[0]["rank"] == 0:
-            environment = detect_environment()
+            environment = detect_environment(os.environ)
             print(json.dumps([environment and environment.name, environment and str(environment.place), told]))
 """
 TOLD = [{"rank": 0, "total": 1.0}, {"rank": 0, "total": 3.0}]
@@ -648,6 +648,7 @@ def under_slurm(rank: int, job: int) -> dict[str, str]:
         "SLURM_NODEID": "0",
         "SLURM_NTASKS": "2",
         "SLURM_PROCID": str(rank),
+        "SLURM_STEP_ID": "0",
     }
 
 
@@ -719,7 +720,8 @@ def test_a_rank_of_another_job_is_refused() -> None:
             rank.join(5)
             rank.kill()
             rank.join()
-    own, other = (f"SLURM_JOB_ID={number}, 2 ranks, user {os.getuid()}" for number in (job + 10_000, job))
+    step = f"SLURM_STEP_ID=0, 2 ranks, user {os.getuid()}"
+    own, other = (f"SLURM_JOB_ID={number}, {step}" for number in (job + 10_000, job))
     assert told[0].startswith(f"Rank 1 of a job ({own}) has reached the store of another job ({other}). Start each job")
     assert told[1:] == [[(rank, 2, 1.0), (rank, 2, 3.0)] for rank in (1, 0)]
 

@@ -18,6 +18,7 @@ from joinables.trainer.strategy import sharded
 from tests.ending import Ending
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
+from tests.meeting import tell, wait_for
 from tests.models import TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
 
@@ -733,6 +734,28 @@ def test_groups_with_names_are_sharded(pool: Pool) -> None:
         assert_same(shards, whole)
 
 
+class WarmsUp(Classifier):
+    """Its first learning rate is not the optimizer's, and a scheduler holds others."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer, kinds = torch.optim.SGD(self.parameters(), 0.1), torch.optim.lr_scheduler
+        parts: list[Any] = [kinds.LinearLR(optimizer, 0.1, total_iters=4), kinds.ExponentialLR(optimizer, 0.9)]
+        scheduler = kinds.SequentialLR(optimizer, parts, [6])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def warms_up(rank: int, ranks: int, epochs: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    module, run = WarmsUp(), trainer(strategy={"shard_optimizers": True})
+    for run.max_epochs in epochs:
+        run.fit(module, loader(30, GLOBAL_BATCH // ranks))  # the last step is of one rank
+    return flat_state(module.state_dict())
+
+
+def test_schedulers_of_sharded_optimizers(pool: Pool) -> None:
+    for state in pool.run(warms_up, 2, (1, 3), ranks=2):
+        assert_same(state, warms_up(0, 1, (3,)), TOLERANCE)
+
+
 class WithLBFGS(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1)
@@ -796,6 +819,24 @@ def test_shards_go_to_the_rank_that_writes(pool: Pool, tmp_path: Path) -> None:
     pool.run(keeps_sharded, str(tmp_path), ranks=2)
 
 
+class TrainsAnother(Classifier):
+    """Holds a part in a list, where nothing finds its parameters."""
+
+    def configure_optimizers(self) -> Any:
+        self.parts = [nn.Linear(2, 2)]
+        return torch.optim.SGD([*self.parameters(), *self.parts[0].parameters()])
+
+
+def trains_another(rank: int) -> str:
+    with pytest.raises(ValueError, match="configure_optimizers hold 2 parameters that TrainsAnother lacks") as error:
+        trainer().fit(TrainsAnother(), loader(6))
+    return str(error.value)
+
+
+def test_an_optimizer_of_foreign_parameters(pool: Pool) -> None:
+    assert len(set(pool.run(trains_another, ranks=2))) == 1
+
+
 class SavesAlone(Callback):
     def __init__(self, folder: str) -> None:
         self.path = Path(folder) / "mine.ckpt"
@@ -816,6 +857,51 @@ def saves_alone(rank: int, folder: str) -> str:
 def test_a_checkpoint_on_one_rank_only_is_an_error(ending: Ending, tmp_path: Path) -> None:
     for text in ending.run(saves_alone, str(tmp_path), ranks=2):
         assert "announced different bursts" in text
+
+
+class WaitsForOthers(Callback):
+    """Rank 1 begins no second batch before rank 0 has given up."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == batch_idx == 1:
+            wait_for([0])
+
+
+def hangs(rank: int, samples: int) -> str:
+    try:
+        trainer(strategy={"timeout": 1.0}, callbacks=WaitsForOthers()).fit(Classifier(), loader(samples, 4))
+    except JoinError as error:
+        tell()
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("samples", [16, 20], ids=["even", "uneven"])
+def test_the_timeout_holds_whatever_the_data(ending: Ending, samples: int) -> None:
+    told = "JoinTimeoutError: Ranks [1] announced no collective within timeout=1 s"
+    assert ending.run(hangs, samples, ranks=2)[0].startswith(told)
+
+
+class Stalls(Stream):
+    def __iter__(self) -> Any:
+        for index, batch in enumerate(super().__iter__()):
+            if torch.distributed.get_rank() == 1 and index == 2:
+                wait_for([0])
+            yield batch
+
+
+def stalls(rank: int) -> str:
+    stalling = torch.utils.data.DataLoader(Stalls((3, 3)), batch_size=None)
+    try:
+        trainer(uneven="stop", strategy={"timeout": 1.0}).fit(Classifier(), stalling)
+    except JoinError as error:
+        tell()
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_the_timeout_holds_while_ranks_vote(ending: Ending) -> None:
+    assert ending.run(stalls, ranks=2)[0].startswith("JoinTimeoutError: ")
 
 
 class StopsAtOnce(Callback):

@@ -422,6 +422,7 @@ BAD = [
     ({"gradient_clip_val": 0.0}, ValueError, r"gradient_clip_val=0\.0"),
     ({"uneven": "drop"}, ValueError, "uneven='drop' is unknown"),
     ({"num_nodes": 2, "devices": 1}, ValueError, "torchrun, SLURM or MPI"),
+    ({"devices": [0, 1]}, TypeError, r"devices=\[0, 1\] is not a number of processes\. .* CUDA_VISIBLE_DEVICES"),
     ({"max_epoch": 3}, TypeError, "max_epoch"),
     ({"callbacks": [print]}, TypeError, "callbacks has a builtin"),
     ({"callbacks": [ModelCheckpoint(), ModelCheckpoint()]}, ValueError, "Several callbacks have the same state_key"),
@@ -448,6 +449,13 @@ def test_bad_runs(tmp_path: Path) -> None:
     for run in (Trainer().fit, Trainer().validate, Trainer().test, Trainer().predict):
         with pytest.raises(ValueError, match=told):
             run(Classifier(), loader(), ckpt_path=tmp_path / "weights.ckpt")
+    with pytest.raises(TypeError, match=r"module is torch\.compile\(Classifier\).* self\.net\.compile\(\)"):
+        Trainer().fit(torch.compile(Classifier(), backend="eager"), loader())  # pyright: ignore[reportArgumentType]
+    for loaders in ([loader(), loader()], {"a": loader()}):
+        with pytest.raises(TypeError, match=r"val_loader holds several loaders.* call validate on each"):
+            Trainer().fit(Classifier(), loader(), loaders)
+    with pytest.raises(TypeError, match=r"loader=5 cannot be iterated\. Pass a DataLoader"):
+        Trainer().fit(Classifier(), 5)
     with pytest.raises(RuntimeError, match="No Trainer runs this Classifier"):
         Classifier().log("x", 1.0)
 
@@ -472,6 +480,27 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Trainer(accelerator="cpu", devices=1).world_size == 1
 
 
+class TellsItsPlace(Classifier):
+    """Logs the rank and the device of a process, as an outsider sees them."""
+
+    def on_train_start(self) -> None:
+        self.log("ranks", float(self.global_rank), reduce_fx="sum")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.accelerator.device_count", lambda: 2)
+            patch.setattr(self.trainer, "_accelerator", "cuda")
+            self.log("devices", float(self.trainer.device_of(self.global_rank).index), reduce_fx="sum")
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_the_trainer_starts_what_a_launcher_of_one_process_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork")
+    assert trainer.global_rank == 0
+    trainer.fit(TellsItsPlace(), loader(6))  # a single batch
+    assert (trainer.metrics["ranks"], trainer.metrics["devices"]) == (1.0, 1.0)
+
+
 def test_gpus_by_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 of two nodes, to which SLURM deals ranks in turn."""
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
@@ -480,11 +509,21 @@ def test_gpus_by_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
         Trainer(accelerator="tpu")
     assert Trainer(accelerator="gpu", devices=4).device_of(3) == torch.device("cuda", 3)
     place = {"PROCID": "2", "LOCALID": "1", "NODEID": "0", "NTASKS": "8", "NNODES": "2"}
-    for name, value in {**place, "JOB_ID": "1", "JOB_NODELIST": "localhost"}.items():
+    for name, value in {**place, "JOB_ID": "1", "STEP_ID": "0", "JOB_NODELIST": "localhost"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert Trainer(accelerator="cuda", devices=4, num_nodes=2).device_of(2) == torch.device("cuda", 1)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     assert Trainer(accelerator="cuda", devices=1, num_nodes=8).device_of(2) == torch.device("cuda", 0)
+
+
+class LogsOneName(Classifier):
+    def shared_step(self, batch: Any, stage: str) -> torch.Tensor:
+        return super().shared_step(batch, "shared")
+
+
+def test_a_name_that_training_and_validation_share() -> None:
+    with pytest.warns(UserWarning, match="shared_accuracy, shared_loss was logged in training and in validation"):
+        Trainer().fit(LogsOneName(), loader(12), loader(12))
 
 
 class Wrong(Classifier):
@@ -512,7 +551,7 @@ class Only(TrainModule):
         (Wrong(lambda scores: scores), loader(), TypeError, "Return the mean loss over the samples"),
         (Wrong(lambda scores: scores.detach().mean()), loader(), TypeError, "a tensor that depends on the parameters"),
         (Only(), loader(), TypeError, "Only has no configure_optimizers, which fit calls"),
-        (Classifier(), None, TypeError, "'NoneType' object is not iterable"),
+        (Classifier(), None, TypeError, "loader=None cannot be iterated"),
         (Classifier(), dataset(), TypeError, r"train_loader is a data set\. Wrap it"),
     ],
 )
@@ -595,11 +634,21 @@ def test_as_many_epochs_as_the_steps_need() -> None:
     assert trainer.current_epoch == 3
     trainer.max_steps, trainer.max_epochs = None, 5
     assert trainer.fit(module, loader(12)).global_step == 10
-    trainer.max_epochs = None
-    with pytest.raises(ValueError, match="max_epochs=None and max_steps=None"):
+    trainer.max_epochs = -1
+    with pytest.raises(ValueError, match="max_epochs=-1 and max_steps=None set no end"):
         trainer.fit(module, loader(12))
+    trainer.max_steps = 12
+    assert trainer.fit(module, loader(12)).global_step == 12
     assert Trainer(max_steps=7, max_epochs=1).fit(Classifier(), loader(12)).global_step == 2
-    assert Trainer().fit(Classifier(), loader(12)).epochs == 1
+    assert Trainer(max_steps=-1).fit(Classifier(), loader(12)).epochs == 1
+
+
+def test_a_fit_that_trains_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    trainer, module = Trainer(max_epochs=1), Classifier()
+    trainer.fit(module, loader(12))
+    assert not caplog.messages
+    trainer.fit(module, loader(12))
+    assert "trains nothing, as 1 epochs and 2 steps reach max_epochs=1 or max_steps=None" in caplog.messages[0]
 
 
 def test_a_fit_without_steps_has_an_end() -> None:

@@ -103,7 +103,7 @@ class JoinStrategy(DDPStrategy):
             trainer.callbacks.insert(0, self._first)
         fit = trainer.fit_loop.epoch_loop
         for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop):
-            loop._results = LoggedValues(loop is fit, self._blocks)
+            loop._results = LoggedValues(loop is fit, self._blocks, self)
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -234,14 +234,21 @@ class FirstCallback(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.strategy._blocks.end_step()
+        logged, blocks = trainer._results, trainer.strategy._blocks
+        logged.reduce_step(changed=blocks.end_step(logged.have_changed()))
 
     on_validation_batch_start = on_test_batch_start = on_train_batch_start
-    on_validation_batch_end = on_test_batch_end = on_train_batch_end
+
+    @override
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.strategy._blocks.in_step = False
+
+    on_test_batch_end = on_validation_batch_end
 
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         trainer.strategy._blocks.end()
+        trainer._results.agree()
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -201,4 +201,10 @@ def _twin_of(metric: Any) -> Any:
     tensors = [*metric.parameters(), *metric.buffers(), *pytree.tree_leaves(states)]
     twin = copy.deepcopy(metric, {id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor)})
     twin.reset()
+    for part in metrics_in(twin).values():
+        part.distributed_available_fn = _never  # the other ranks have no twin
     return twin
+
+
+def _never() -> bool:
+    return False

@@ -145,6 +145,16 @@ class MetricAtEnd(Silent):
                 part._computed = None
             for name in total:
                 self._parts[name].compute()
+        self._merge_extremes()
+
+    def _merge_extremes(self) -> None:
+        """Give a ``MinMaxMetric`` the extremes of all ranks, which it keeps in plain attributes."""
+        library = importlib.import_module("torchmetrics")
+        for metric in metrics_in(self._target).values():
+            if isinstance(metric, library.MinMaxMetric):
+                ranks = gather_trees(self._collective, (metric.min_val, metric.max_val))
+                lowest, highest = (torch.stack(each).to(metric.device) for each in zip(*ranks, strict=True))
+                metric.min_val, metric.max_val = lowest.min(), highest.max()
 
 
 # -- states -----------------------------------------------------------------------------------------------------------

@@ -520,16 +520,21 @@ class Lockstep:
         for line in (self.roll_calls, self._barriers):  # all ranks meet once more before they use these lines
             line.restart()
 
-    def wait_for_all(self, doing: str) -> None:
+    def wait_for_all(self, doing: str, vote: bool = False) -> bool:
         """Wait for all ranks. With a ``timeout`` this is called before each step and each burst.
 
         Roll calls are read one round late, so they do not find a rank that is blocked now.
 
         Args:
             doing: The activity of this rank, for the error of a rank that waits.
+            vote: The vote of this rank.
+
+        Returns:
+            Whether any rank votes.
         """
         self._guard.arrive()
-        self._guard.wait(self._barriers.sum(0, 1), doing)
+        work = self._barriers.sum(int(vote), self.channel.collective.world_size.bit_length())
+        return self._guard.wait(work, doing, work.total) > 0
 
     def end_step(self) -> None:
         """End a step, after running a backward that this rank has skipped and the other ranks wait in."""
@@ -537,18 +542,25 @@ class Lockstep:
         progress = self.progress
         progress.ended_steps, progress.bursts_in_ended_steps = progress.steps, progress.bursts
 
-    def meet(self) -> None:
+    def meet(self, vote: bool = False) -> bool:
         """End the step together with all ranks, before collectives that could hang if a rank skipped part of the step.
+
+        Args:
+            vote: The vote of this rank.
+
+        Returns:
+            Whether any rank votes.
 
         Raises:
             ProtocolError: If this rank skipped a burst or a collective in the step.
             PeerError: If another rank did.
         """
         self.end_step()
-        self.wait_for_all(f"ended step {self.progress.steps} of join.iterate")
+        votes = self.wait_for_all(f"ended step {self.progress.steps} of join.iterate", vote)
         devices = self.channel.roster.devices()
         if devices and all(device.type == "cpu" for device in devices):
             self.progress.count_anew()
+        return votes
 
     # -- left by ``break`` --------------------------------------------------------------------------------------------
 

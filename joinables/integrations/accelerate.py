@@ -123,6 +123,8 @@ class AcceleratedJoin(Join):
         self._accelerator, self._even_batches = accelerator, even_batches
         self._restore = ExitStack()
         self._loader: Any = None  # the loader of the last loop over iterate
+        self._nested: dict[int, int] = {}  # by the id of a prepared loader that began in a step: the step
+        self._evenness: dict[int, bool] = {}  # by the id of a sampler: its setting outside the block
 
     @override
     def __enter__(self) -> Self:
@@ -141,7 +143,8 @@ class AcceleratedJoin(Join):
         if self._block is not None:  # it is None with enable=False
             for loader in accelerator._dataloaders:
                 self._set_evenness(loader)
-            undo.enter_context(counting_no_dummies(accelerator, self))
+                self._watch(loader)
+            undo.enter_context(counting_no_dummies(accelerator, self, lambda: self.evaluates))
             undo.enter_context(replaced(accelerator, "save_state", partial(self._save_state, accelerator.save_state)))
 
     @override
@@ -159,6 +162,7 @@ class AcceleratedJoin(Join):
         if isinstance(sampler, module.BatchSamplerShard):
             if self._even_batches is not None:
                 self._restore.callback(setattr, sampler, "even_batches", sampler.even_batches)
+                self._evenness[id(sampler)] = sampler.even_batches
                 sampler.even_batches = self._even_batches
             elif sampler.even_batches:
                 _warn_of_repeats(
@@ -169,6 +173,36 @@ class AcceleratedJoin(Join):
                 "A prepared loader of a stream yields the same number of batches on all ranks, and may repeat samples"
                 " for that. Do not pass it to accelerator.prepare, and let each rank read a stream of its own"
             )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether a prepared loader runs inside a step of a loop over :meth:`iterate`: its batches are no dummies."""
+        return self._step is not None and self._step.number in self._nested.values()
+
+    @contextmanager
+    def _reading(self, loader: Any) -> Generator[None]:
+        """Return a context in which a prepared loader runs; inside a step it is even, as all ranks gather its rows."""
+        step, sampler = self._step, loader.batch_sampler
+        if step is not None:
+            self._nested[id(loader)] = step.number
+        if (before := self._evenness.get(id(sampler))) is not None:
+            sampler.even_batches = self._even_batches if step is None else before
+        try:
+            yield
+        finally:
+            self._nested.pop(id(loader), None)
+
+    def _watch(self, loader: Any) -> None:
+        """Notice when a prepared loader runs inside a step, and when it is left."""
+        kind = cast("Any", type(loader))
+        set_class = partial(vars(object)["__class__"].__set__, loader)  # some loaders have a property of this name
+
+        def batches(loader: Any) -> Generator[Any]:
+            with self._reading(loader):
+                yield from kind.__iter__(loader)
+
+        self._restore.callback(set_class, kind)
+        set_class(type(kind.__name__, (kind,), {"__iter__": batches}))
 
     def _save_state(self, as_usual: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Save the state; the state of the current loop's loader is that after the current batch."""
@@ -225,17 +259,19 @@ def scaling_losses(accelerator: Any, join: Join) -> AbstractContextManager[None]
 
 
 @contextmanager
-def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
+def counting_no_dummies(accelerator: Any, join: Join, evaluates: Callable[[], bool] = bool) -> Generator[None]:
     """Return a context in which an accelerator's collectives drop rows of dummies, and its loaders end with the loop.
 
     Args:
         accelerator: The accelerator.
         join: The block with the current loop over ``iterate``.
+        evaluates: Returns whether the ranks evaluate inside a step, on batches that are no dummies.
     """
     as_usual, state = accelerator.reduce, cast("object", accelerator.gradient_state)
 
     def is_at_end(_: object) -> bool:
-        return join.is_last_step if join.channel.lockstep is not None else cast("Any", state).end_of_dataloader
+        in_step = join.channel.lockstep is not None and not evaluates()
+        return join.is_last_step if in_step else cast("Any", state).end_of_dataloader
 
     # All objects of Accelerate's class share their attributes, so this object of a subclass has the same ones.
     gradient_state = type("InLoop", (type(state),), {"end_of_dataloader": property(is_at_end)})()
@@ -259,7 +295,9 @@ def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
         ranks = gather_rows(join, map_tensors(lambda leaf: leaf[None], tensor))
         return map_tensors(lambda rows: over(rows, 0), ranks)
 
-    def in_loop(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def in_loop(call: Callable[..., Any], own: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if evaluates():
+            return own(*args, **named)
         if join.channel.lockstep is None:
             raise JoinError(
                 f"Ranks without data call accelerator.{call.__name__} only in a loop over join.iterate. Use such a"
@@ -270,7 +308,9 @@ def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
     with ExitStack() as undo:
         undo.enter_context(replaced(accelerator, "gradient_state", gradient_state))
         for call in (gather, gather_for_metrics, reduce):
-            undo.enter_context(replaced(accelerator, call.__name__, partial(in_loop, call)))
+            undo.enter_context(
+                replaced(accelerator, call.__name__, partial(in_loop, call, getattr(accelerator, call.__name__)))
+            )
         yield
 
 

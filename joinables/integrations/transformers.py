@@ -107,6 +107,7 @@ class JoinTrainerMixin(_Base):
 
     join_report: JoinReport | None = None
     _windows: MicroBatchWindows | None = None  # the windows of the current epoch
+    _loss_counts: bool | None = None  # whether the loss depends on the number of tokens; None before that is known
     _batches_per_rank = 0.0  # the mean number of batches in the current window, without dummies
     _evaluation_group: dist.ProcessGroup | None = None
 
@@ -207,9 +208,13 @@ class JoinTrainerMixin(_Base):
         batches = windows.begin(epoch_iterator)
         if not batches:
             return [], None
-        num_items = self._get_num_items_in_batch(
-            [without_labels(batch) for batch in batches] if windows.join.shadowing else batches, device
-        )
+        if self._loss_counts is None and self.model_accepts_loss_kwargs:
+            self._loss_counts = self._find_whether_loss_counts(self._prepare_inputs(batches[0]))
+        num_items = None
+        if self._loss_counts is not False:
+            num_items = self._get_num_items_in_batch(
+                [without_labels(batch) for batch in batches] if windows.join.shadowing else batches, device
+            )
         if num_items is not None:  # it is 0 if no rank has tokens to learn in the window; gradients are 0 then
             num_items = num_items.clamp(min=1)
         else:
@@ -217,6 +222,31 @@ class JoinTrainerMixin(_Base):
             windows.join.collective.all_reduce(count).wait()
             self._batches_per_rank = int(count) / self.args.world_size
         return windows, num_items
+
+    def _find_whether_loss_counts(self, inputs: Any) -> bool | None:
+        """Return whether the model divides its loss by ``num_items_in_batch``; ``None`` if this batch does not show it.
+
+        The heads of many models take the number and ignore it. Their loss is a mean over the batch. All ranks call
+        this, each with a batch.
+        """
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            return True
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        devices = {each.device for each in tensors_in(inputs) if not each.is_cpu}
+        was_training = model.training
+        model.eval()  # without dropout, and without changes of buffers
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                losses = [_loss_in(model(**inputs, num_items_in_batch=number)) for number in (1, 2)]
+        finally:
+            model.train(was_training)
+        differs = is_shown = False
+        if all(isinstance(loss, torch.Tensor) and bool(loss.isfinite()) and bool(loss) for loss in losses):
+            is_shown, differs = True, not torch.equal(*losses)
+        found = torch.tensor([is_shown, differs], dtype=torch.int64, device="cpu")
+        collective_of(None).all_reduce(found, "max").wait()
+        is_shown, differs = map(bool, found)
+        return differs if is_shown else None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward of a micro-batch; a dummy has the loss 0, and its gathered tensors have no rows."""
@@ -308,6 +338,11 @@ class JoinTrainer(JoinTrainerMixin, _library.Trainer):
 
     :class:`JoinTrainerMixin` describes it.
     """
+
+
+def _loss_in(outputs: Any) -> Any:
+    """Return the loss in the outputs of a model; ``None`` if there is none."""
+    return cast("Any", outputs).get("loss") if isinstance(outputs, dict) else outputs[0]
 
 
 # -- accumulation windows ---------------------------------------------------------------------------------------------

@@ -88,11 +88,14 @@ class Blocks:
         assert self._join is not None
         return self._join.scale(loss)
 
-    def end_step(self) -> None:
-        """End a step; in training all ranks meet, since Lightning broadcasts next, and hangs if a rank is missing."""
+    def end_step(self, vote: bool) -> bool:
+        """End a step of training: all ranks meet, since Lightning broadcasts next, and hangs if a rank is missing.
+
+        Returns:
+            Whether any rank votes.
+        """
         self.in_step = False
-        if self._join is not None and self.trains:
-            cast("Lockstep", self._join.channel.lockstep).meet()
+        return self._join is not None and cast("Lockstep", self._join.channel.lockstep).meet(vote)
 
     @property
     def is_last_step(self) -> bool:

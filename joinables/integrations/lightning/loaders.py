@@ -261,6 +261,7 @@ class Fetcher(DataFetcher):
             for index, batch in enumerate(self._blocks):
                 self.done = self._blocks.is_last_step and number + 1 == len(loaders)
                 yield batch, index, number
+            self._trainer._results.agree()
 
 
 def limits(combined_loader: Any) -> Iterable[float]:

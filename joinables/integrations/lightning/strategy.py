@@ -82,6 +82,13 @@ class JoinStrategy(DDPStrategy):
     # -- setting up ---------------------------------------------------------------------------------------------------
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # Not later: hooks of the user may ask for trainer.estimated_stepping_batches, which sets up the data.
+        for module in LOOPS:
+            self._replaced.enter_context(replaced(module, "_select_data_fetcher", select_fetcher))
+
+    @override
     def setup(self, trainer: Any) -> None:
         self._trainer, self._failure = trainer, None
         for name, part in trainer.lightning_module.named_modules():
@@ -92,13 +99,11 @@ class JoinStrategy(DDPStrategy):
                 )
         super().setup(trainer)
         warn_if_alone("JoinStrategy", self.world_size, "Pass devices=... and num_nodes=... to the Trainer.")
-        for module in LOOPS:
-            self._replaced.enter_context(replaced(module, "_select_data_fetcher", select_fetcher))
         if self._first not in trainer.callbacks:
             trainer.callbacks.insert(0, self._first)
         fit = trainer.fit_loop.epoch_loop
         for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop):
-            loop._results = LoggedValues(loop is fit, self._blocks)
+            loop._results = LoggedValues(loop is fit, self._blocks, self)
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -130,10 +135,11 @@ class JoinStrategy(DDPStrategy):
 
     # -- loops --------------------------------------------------------------------------------------------------------
 
-    def fetcher(self, stage: Any) -> Fetcher:
-        """Return the fetcher of the batches of a loop that begins.
+    def fetcher(self, trainer: Any, stage: Any) -> Fetcher:
+        """Return the fetcher of the batches of a loop.
 
         Args:
+            trainer: The Lightning trainer.
             stage: Lightning's ``RunningStage``.
         """
         step = {"train": "training_step", "test": "test_step"}.get(stage, "validation_step")
@@ -148,8 +154,8 @@ class JoinStrategy(DDPStrategy):
                     "A validation begins in the middle of an accumulation window, whose gradients would be lost."
                     " Set val_check_interval to a multiple of accumulate_grad_batches. [J131]"
                 )
-            return Fetcher(self._blocks, self._join_of_evaluation, self._trainer, trains=False)
-        return Fetcher(self._blocks, self._join_of_training, self._trainer, trains=True)
+            return Fetcher(self._blocks, self._join_of_evaluation, trainer, trains=False)
+        return Fetcher(self._blocks, self._join_of_training, trainer, trains=True)
 
     def _join_of_training(self) -> Join:
         # Schedulers and other optimizers take the same steps on all ranks.
@@ -228,14 +234,21 @@ class FirstCallback(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.strategy._blocks.end_step()
+        logged, blocks = trainer._results, trainer.strategy._blocks
+        logged.reduce_step(changed=blocks.end_step(logged.have_changed()))
 
     on_validation_batch_start = on_test_batch_start = on_train_batch_start
-    on_validation_batch_end = on_test_batch_end = on_train_batch_end
+
+    @override
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.strategy._blocks.in_step = False
+
+    on_test_batch_end = on_validation_batch_end
 
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         trainer.strategy._blocks.end()
+        trainer._results.agree()
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -256,7 +269,7 @@ def _called_directly(wrapper: Any, module: Any, method: str, *args: Any, **kwarg
 def select_fetcher(trainer: Any, stage: Any) -> Any:
     """Return the fetcher of a trainer's loop: from a strategy with a method ``fetcher``, or Lightning's own."""
     fetcher = getattr(trainer.strategy, "fetcher", None)
-    return select_data_fetcher(trainer, stage) if fetcher is None else fetcher(stage)
+    return select_data_fetcher(trainer, stage) if fetcher is None else fetcher(trainer, stage)
 
 
 StrategyRegistry.register(

@@ -55,6 +55,45 @@ def test_gathering_in_step(pool: Pool, counts: tuple[int, ...]) -> None:
         assert names == [f"{rank}: {1 + rank + step}" for step in steps for rank in range(RANKS) if step < counts[rank]]
 
 
+def evaluate(rank: int, counts: tuple[int, ...], even: bool, stops: bool) -> tuple[list[list[int]], list[float]]:
+    """Evaluate in each training step, on a prepared loader; what is counted, and the mean of the training losses."""
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accelerate = accelerator()
+        model = accelerate.prepare(build("mlp"))
+        held_out = accelerate.prepare(DataLoader(TensorDataset(torch.arange(13)), batch_size=2))
+        counted, losses = list[list[int]](), list[float]()
+        with join_uneven_inputs(accelerate, [model], even_batches=even) as join:
+            for x, _ in join.iterate([batch(rank, 0, step) for step in range(counts[rank])]):
+                loss = model(x).square().mean()
+                accelerate.backward(loss)
+                numbers = list[int]()
+                for (part,) in held_out:
+                    numbers += accelerate.gather_for_metrics(part).tolist()
+                    if stops:
+                        break
+                counted.append(sorted(numbers))
+                losses.append(float(accelerate.reduce(loss.detach(), "mean")))
+        return counted, losses
+
+
+@pytest.mark.parametrize(("even", "stops"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("counts", [(3, 1), (0, 2)])
+def test_an_evaluation_in_the_loop_counts_each_sample_once(
+    pool: Pool, counts: tuple[int, ...], even: bool, stops: bool
+) -> None:
+    """Also on a rank whose training batch is a dummy, which counts in no training loss."""
+    model = build("mlp")
+    for counted, losses in pool.run(evaluate, counts, even, stops, ranks=RANKS):
+        assert counted == [list(range(4 if stops else 13))] * max(counts)
+        for step, loss in enumerate(losses):
+            data = [batch(rank, 0, step)[0] for rank in range(RANKS) if step < counts[rank]]
+            expected = torch.stack([model(x).square().mean() for x in data]).mean()
+            assert loss == pytest.approx(expected.item())
+
+
 def read(rank: int, given: bool, inside: bool | None) -> tuple[list[float], list[str], bool]:
     """What a rank reads of a data set of 5 samples, and what it is told."""
     from joinables.integrations.accelerate import join_uneven_inputs

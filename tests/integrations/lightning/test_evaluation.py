@@ -147,3 +147,30 @@ def test_early_stopping_with_a_progress_bar(ending: Ending) -> None:
     first, second = ending.run(stop_early, ranks=2)
     assert first == second
     assert first[:2] == (2, 4)
+
+
+class Bounded(Module):
+    """Has a metric that wraps another one."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.bounds = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
+
+    def validation_step(self, data: Any, index: int) -> None:
+        self.bounds(data[0].mean())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.bounds.compute())
+
+
+def bound(rank: int, counts: tuple[int, int]) -> dict[str, float]:
+    quiet(rank)
+    (found,) = trainer_of(Case()).validate(Bounded(Case()), loader_of("stream", rank, counts[rank]))
+    return found
+
+
+def test_a_wrapper_of_a_metric(ending: Ending) -> None:
+    counts = (3, 1)
+    means = [float(batch(rank, step)[0].mean()) for rank in (0, 1) for step in range(counts[rank])]
+    for found in ending.run(bound, counts, ranks=2):
+        assert (found["min"], found["max"]) == pytest.approx((min(means), max(means)))

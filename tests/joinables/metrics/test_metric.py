@@ -392,6 +392,20 @@ def test_wrappers_and_compositions() -> None:
     assert on_threads(3, body) == [(1.5, pytest.approx(1 / 3), [0.5, 0.0])] * 3
 
 
+def test_extremes_are_those_of_all_ranks() -> None:
+    """``MinMaxMetric`` keeps them in plain attributes, which ``forward`` writes, too."""
+
+    def body(collective: ThreadCollective, counter: Counter) -> tuple[float, ...]:
+        bounds = MinMaxMetric(MeanMetric())
+        with Join([counter, bounds]):
+            for step in range(collective.rank):
+                bounds(10.0 * collective.rank + step)
+        found = bounds.compute()
+        return found["min"].item(), found["max"].item()
+
+    assert on_threads(3, body) == [(10.0, 21.0)] * 3
+
+
 def test_one_process() -> None:
     collective = SingleCollective()
     metric = MeanSquaredError()

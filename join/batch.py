@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from enum import Enum, auto
 from typing import Any, cast
 
 import torch
@@ -19,43 +18,40 @@ from join.collectives._torch_private import pytree
 from join.errors import described
 
 
-class StepBatch(Enum):
-    """Kind of batch that this rank has in a step of a loop over ``Join.iterate``."""
-
-    DATA = auto()
-    """A batch of its own. This is the value outside such loops, too."""
-    LAST = auto()
-    """A batch of its own, perhaps its last one."""
-    EMPTY = auto()
-    """A dummy without samples."""
-    DUMMY = auto()
-    """A dummy with samples."""
-
-
 @dataclasses.dataclass(slots=True)
 class Step:
     """Step of a loop over ``Join.iterate``. The defaults are the values outside a loop.
 
     Attributes:
-        number: The number of steps of the loop that this rank has begun.
-        batch: The kind of batch that this rank has in this step.
-        shadowing: Whether that is a dummy batch, because this rank has no data in this step.
+        in_loop: Whether this rank is in the body of a loop, where all ranks run every burst themselves.
+        number: The number of the step, counted from 1; 0 while the loop begins.
+        shadowing: Whether this rank has a dummy batch, because it has no data in this step.
+        is_empty: Whether this dummy batch has no samples.
+        may_be_last: Whether this rank has data, and perhaps its last batch.
         contributors: The number of ranks that have data in this step. Outside a loop it is 0, and headers count the
             ranks that contribute to a burst.
-        first_with_data: The lowest rank that has data in this step.
+        first_with_data: The lowest rank that has data in this step; if no rank has, in the last step with data.
         weight: The weight of this rank's batch; 0 for a dummy batch.
         total: The sum of the weights of all ranks' batches, over all steps of the accumulation window of this step.
+        window: The number of this accumulation window, which no other window of this process has.
         ends_window: Whether this step is the last one of its accumulation window.
     """
 
+    in_loop: bool = False
     number: int = 0
-    batch: StepBatch = StepBatch.DATA
     shadowing: bool = False
+    is_empty: bool = False
+    may_be_last: bool = False
     contributors: int = 0
     first_with_data: int = 0
     weight: float = 1.0
     total: float = 1.0
+    window: int = 0
     ends_window: bool = True
+
+
+PLAIN = Step()
+"""Step outside the bodies of loops."""
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:

@@ -30,12 +30,12 @@ from join.arguments import (
     hook_of,
     listed,
 )
-from join.batch import Step
+from join.batch import PLAIN, Step
 from join.block import OpenBlock, channels, claim, join_of, release, report_failed_entry
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
 from join.joinable import NothingListed
-from join.loop import Batches, Iteration, LoopAlone, Options, check_loader
+from join.loop import Batches, Loop, LoopAlone, Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
@@ -140,7 +140,7 @@ class Join:
         """Make new joinables for the objects, and forget the report: both belong to the previous block."""
         self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
-        self._loop: Iteration | LoopAlone | None = None  # that began last
+        self._loop: Loop | LoopAlone | None = None  # that began last
         self._report: Callable[[], JoinReport] | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -241,13 +241,13 @@ class Join:
             JoinError: On setting it in a loop over :meth:`iterate`.
         """
         step = self._step
-        if step is not None:
+        if step.in_loop:
             return step.weight
         return self._weight if self._scope is None else self._scope.weight
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
-        if self._step is not None:
+        if self._step.in_loop:
             raise JoinError(
                 f"join.weight={weight!r} was set in a loop over join.iterate, which needs all weights before a step."
                 " Pass join.iterate(loader, weigh=function), with 0 for a batch that does not count. [J468]"
@@ -296,7 +296,7 @@ class Join:
             )
         if block is not None and block.channel.guard.is_fork:
             block.channel.guard.raise_closed()
-        if step is not None:
+        if step.in_loop:
             engine = self._collective.world_size if divided_over is None else checked_divided_over(divided_over)
             for joinable in self._joinables if divided_over is None else ():
                 if joinable.needs_scale:
@@ -319,11 +319,11 @@ class Join:
         return scaling.scale(loss, weight * self._divisor, scaling.unit)
 
     @property
-    def _step(self) -> Step | None:
-        """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``None``."""
+    def _step(self) -> Step:
+        """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``PLAIN``."""
         if self._block is None:  # with enable=False, or outside a block
-            return self._loop.step if isinstance(self._loop, LoopAlone) else None
-        return None if self._block.channel.lockstep is None else self._block.channel.step
+            return self._loop.step if isinstance(self._loop, LoopAlone) else PLAIN
+        return self._block.channel.step
 
     @property
     def ends_window(self) -> bool:
@@ -339,8 +339,7 @@ class Join:
                     optimizer.step()
                     optimizer.zero_grad()
         """
-        step = self._step
-        return step is None or step.ends_window
+        return self._step.ends_window
 
     @property
     def shadowing(self) -> bool:
@@ -355,7 +354,7 @@ class Join:
                 if not join.shadowing:
                     count += len(x)
         """
-        return self._block is not None and self._block.channel.step.shadowing
+        return self._step.shadowing
 
     @property
     def is_last_step(self) -> bool:
@@ -478,13 +477,13 @@ class Join:
         loop = (
             LoopAlone(loader, options, self._collective.world_size)
             if block is None  # with enable=False
-            else Iteration(block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks)
+            else Loop(block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks)
         )
 
         loop.on_begin = partial(self._begin, scope)
         return Batches(loop)
 
-    def _begin(self, scope: Scope, loop: Iteration | LoopAlone) -> None:
+    def _begin(self, scope: Scope, loop: Loop | LoopAlone) -> None:
         """Make a loop, which begins now, the current one of its block."""
         if self._scope is not scope:
             raise JoinError(
@@ -597,7 +596,7 @@ class Join:
         if self._block is None:
             self._report = JoinReport if error is None else None
             return
-        self._report = self._block.end(error, loop if isinstance(loop, Iteration) else None)
+        self._report = self._block.end(error, loop if isinstance(loop, Loop) else None)
         if error is None and loop is None and not self._objects:
             warnings.warn(
                 "A block that lists nothing is meant for loops over join.iterate, but it had none. Write for batch in"

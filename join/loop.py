@@ -1,11 +1,11 @@
-"""Loops over ``Join.iterate``, in lockstep on uneven loaders: :class:`Iteration` and its parts.
+"""Loops over ``Join.iterate``, in lockstep on uneven loaders: :class:`Loop` and its parts.
 
 All ranks run the loop body the same number of times, so the body may contain any collectives. A rank that is out of
 data gets dummy batches, which weigh nothing. The file has four parts, to be read in this order:
 
-- :class:`Iteration` is one loop on one rank. It yields batches and dummy batches, and begins and ends the loop.
+- :class:`Loop` is one loop on one rank. It yields batches and dummy batches, and begins and ends the loop.
   :class:`Options` are the arguments of ``Join.iterate``.
-- :class:`StepCounts` holds the rounds of a loop. A round is ``lookahead`` steps, rounded up to a multiple of the
+- :class:`Rounds` holds the rounds of a loop. A round is ``lookahead`` steps, rounded up to a multiple of the
   accumulation window. In one roll call for each round, every rank announces how many batches it has and their weights,
   and how many operations it has started on the group, which should be equal (``join.protocol.progress``).
 - :class:`ReadAhead` reads the batches of the next round, and :func:`emptied` makes an empty dummy batch of a batch.
@@ -50,40 +50,40 @@ A rank that leaves the loop by ``break`` waits until all other ranks have left i
     the loop ends, as above from the digests on      raises ProtocolError, and fails as any rank does (``join.failure``)
 
 This begins with the next announcement, forward or backward of a listed module, or at the end of the block, because a
-generator cannot raise an exception when it is dropped. ``Channel.leave_loop`` is :meth:`Iteration.leave` then. It ends
-the last step (``Lockstep.end_step``), waits for all ranks (``Lockstep.agree_to_leave``) and ends the loop
-(``Channel.end_loop``).
+generator cannot raise an exception when it is dropped. :meth:`Loop.leave` then ends the last step
+(``Lockstep.end_step``), waits for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Lockstep.end``).
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import struct
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from operator import itemgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
+from typing_extensions import override
 
 from join.agreement import check_same
 from join.arguments import checked_weight
-from join.batch import Step, StepBatch, map_tensors
+from join.batch import PLAIN, Step, map_tensors
 from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken
 from join.collectives.plain import Exact, as_exact, exact
-from join.errors import JoinError, PeerError, ProtocolError, add_note, described
-from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep
-from join.scaling import WINDOW_NUMBERS
+from join.errors import JoinError, ProtocolError, add_note, described
+from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep, Phase
 from join.transfer import broadcast_tree
 
 T = TypeVar("T")
 _WEIGHT_BITS, _ISSUED_BITS = 64, 16
 _WEIGHT_OF = itemgetter(1)  # of an item of ReadAhead.held
+_WINDOW_NUMBERS = itertools.count(1)  # modules remember the number of a window from one block to the next
 
 
 @dataclass(frozen=True)
@@ -131,17 +131,7 @@ class Options:
         return [f"{name}={'a function' if callable(value) else value}" for name, value in vars(self).items()]
 
 
-class _Phase(Enum):
-    """State of a loop."""
-
-    NEW = auto()
-    RUNNING = auto()
-    OVER = auto()
-    SUPERSEDED = auto()
-    """Another loop has begun in the middle of this one."""
-
-
-class Iteration:
+class Loop(Lockstep):
     """One loop in lockstep, on this rank.
 
     Args:
@@ -157,10 +147,9 @@ class Iteration:
         ValueError: If the dummy batches would count in a listed module.
     """
 
-    on_begin: Callable[[Iteration], None]
+    on_begin: Callable[[Loop], None]
     """Called when the loop begins, before anything is sent; set by the ``Join`` of the loop."""
-    _lockstep: Lockstep  # set when the loop begins
-    _counts: StepCounts  # set when the loop begins
+    _rounds: Rounds  # set when the loop begins
 
     def __init__(
         self, channel: Channel, loader: Iterable[Any], options: Options, *, throw: bool, over_all_ranks: bool
@@ -171,33 +160,30 @@ class Iteration:
                 f"dummy='last' would count in {mixed[0]}. Pass dummy='empty', or a function that returns a batch"
                 " without samples. [J074]"
             )
-        self._channel, self._guard = channel, channel.guard
+        super().__init__(channel)
         self._options, self._throw, self._over_all_ranks = options, throw, over_all_ranks
         self._rank, self._own_length = channel.collective.rank, length_of(loader)
         self.ahead = ReadAhead(loader, options.weigh)
         """Batches that were read and not yielded."""
-        self._phase = _Phase.NEW
         self._template: Any = None  # the batch that dummies are made of
         self._length: int | None = None  # the number of steps, once the loop has begun, if all loaders have a length
-        self._step = 0  # counted from the beginning of the loop
         self.joined_at: float | None = None
         """Time of this rank's first step without data, on the monotonic clock."""
 
     @property
     def running(self) -> bool:
         """Whether the loop has begun and not ended."""
-        return self._phase is _Phase.RUNNING
+        return self.phase in (Phase.RUNNING, Phase.LEFT)
 
     @property
     def is_last_step(self) -> bool:
         """Whether the current step is the last one, on all ranks."""
-        is_in_body = self.running and self._channel.lockstep is self._lockstep
-        if not is_in_body or self._counts.begun < self._counts.steps:
+        if self.phase is not Phase.RUNNING or not self.step.number or self._rounds.begun < self._rounds.steps:
             return False
-        return self._counts.is_last(f"asked in step {self._step} whether it is the last")
+        return self._rounds.is_last(f"asked in step {self.step.number} whether it is the last")
 
     def __len__(self) -> int:
-        if self._phase is _Phase.NEW:
+        if self.phase is Phase.NEW:
             self._begin()
         return _known(self._length)
 
@@ -207,70 +193,86 @@ class Iteration:
         """Yield all batches and dummies. This is a generator, which is closed when its loop is left by ``break``."""
         try:
             while self._begin_step():
-                if self._channel.late_use is not None:
-                    self._channel.late_use.begin_step()
-                yield self._make_dummy() if self._channel.step.shadowing else self._next_batch()
+                if self.channel.late_use is not None:
+                    self.channel.late_use.begin_step()
+                yield self._make_dummy() if self.step.shadowing else self._next_batch()
         except GeneratorExit:
-            if self.running:  # not if the user kept the generator after the break, and all ranks have left since
-                self._lockstep.mark_broken(self.leave)  # called later, because an exception here would be lost
+            if self.phase is Phase.RUNNING:  # not if the user kept the generator, and all ranks have left since
+                self.mark_left()  # it leaves later, because an exception here would be lost
             raise
 
     # After a step's arithmetic the caches are cold, and each call here costs microseconds. So there are few calls.
 
     def _begin_step(self) -> bool:
         """Begin the next step; return whether there is one."""
-        phase = self._phase
-        if phase is _Phase.RUNNING:
+        phase = self.phase
+        if phase is Phase.RUNNING:
             if not self._guard.closed:
-                self._lockstep.end_step()  # not below: an error in the step is handled at the end of the block
-        elif phase is _Phase.SUPERSEDED:
+                self.end_step()  # not below: an error in the step is handled at the end of the block
+        elif phase is Phase.SUPERSEDED:
             raise JoinError(ONE_AT_A_TIME)
-        elif phase is not _Phase.NEW:
+        elif phase is not Phase.NEW:
             return False
         try:
-            if phase is _Phase.NEW:
+            if phase is Phase.NEW:
                 self._begin()
-            counts = self._counts
-            if counts.begun == counts.steps:
-                if phase is _Phase.RUNNING:
-                    counts.begin_round(f"reached step {self._step + 1} of join.iterate")
-                if not counts.steps:
+            rounds = self._rounds
+            if rounds.begun == rounds.steps:
+                if phase is Phase.RUNNING:
+                    rounds.begin_round(f"reached step {self.step.number + 1} of join.iterate")
+                if not rounds.steps:
                     self._end()
                     return False
-            if not counts.begun:
+            if not rounds.begun:
                 self._call_next_round()
-            if self._throw and counts.begun >= counts.fewest:
-                self._guard.raise_early_termination(exhausted=counts.own_batches <= counts.begun)
-            self._step += 1
-            held = self.ahead.held
-            counts.begin_step(held[0][1] if held else 0.0)  # from here on, an error belongs to this step
+            if self._throw and rounds.begun >= rounds.fewest:
+                self._guard.raise_early_termination(exhausted=rounds.own_batches <= rounds.begun)
+            self._enter_step()
         except Exception:  # not an interrupt, which only this rank gets: it is handled at the end of the block
             self._release()
             raise
         return True
 
+    def _enter_step(self) -> None:
+        channel, progress, held = self.channel, self.progress, self.ahead.held
+        progress.steps += 1
+        if self._guard.timeout is not None:
+            self.wait_for_all(f"reached step {progress.steps} of join.iterate")
+        if self._guard.closed:
+            self._guard.raise_closed()
+        step = self._rounds.next_step(self.step, held[0][1] if held else 0.0)
+        self.step = channel.step = step  # from here on, an error belongs to this step
+        if not step.contributors:
+            return
+        before, self.last_with_data = self.last_with_data, step
+        if before is PLAIN or step.first_with_data != before.first_with_data:
+            if before is not PLAIN:  # a rank that skipped a part of the step before is found here, not in hand_over
+                self.wait_for_all(f"began step {step.number} of join.iterate")
+            channel.headers.leader = step.first_with_data
+            for _, burst in channel.roster.bursts:
+                burst.hand_over(step.first_with_data)
+
     def _next_batch(self) -> Any:
-        batch = self.ahead.take()
-        may_be_last = self.ahead.ended and not self.ahead.held
-        counts = self._counts
+        ahead, rounds = self.ahead, self._rounds
+        batch, _, ahead.state = ahead.held.popleft()
+        self.step.may_be_last = may_be_last = ahead.ended and not ahead.held
         # Dummies may follow in this round even if the loader has more batches.
-        dummies_follow = counts.own_batches == counts.begun < counts.steps
+        dummies_follow = rounds.own_batches == rounds.begun < rounds.steps
         if may_be_last or dummies_follow:  # dummies are made of this batch as it was before the loop body
             self._template = self._make_template(batch)
-        self._channel.step.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
-        self._channel.headers.tally.batches += 1
+        self.channel.headers.tally.batches += 1
         return batch
 
     def _make_dummy(self) -> Any:
         if self.joined_at is None:
             self.joined_at = time.monotonic()
-        self._channel.headers.tally.dummies += 1
+        self.channel.headers.tally.dummies += 1
         with profiled("dummy"):
             dummy = self._make_template(self._template)  # another copy, since the loop body may change it
             if isinstance(dummy, JoinError):
                 raise dummy
             make = self._options.dummy
-            self._channel.step.batch = StepBatch.EMPTY if make == "empty" else StepBatch.DUMMY
+            self.step.is_empty = make == "empty"
             return make(dummy) if callable(make) else dummy
 
     def _make_template(self, batch: Any) -> Any:
@@ -294,9 +296,8 @@ class Iteration:
         """Begin the loop and its first round, with all ranks."""
         self.on_begin(self)
         del self.on_begin  # which refers to the Join, which refers to this loop
-        channel, options = self._channel, self._options
-        lockstep = self._lockstep = channel.begin_loop()
-        self._phase = _Phase.RUNNING
+        channel, options = self.channel, self._options
+        self.begin()
         try:
             lengths = check_same(
                 channel.collective, "join.iterate", options.to_compare(), self._guard.wait, self._own_length
@@ -311,17 +312,17 @@ class Iteration:
         over_all_ranks = self._over_all_ranks and options.weigh is None
         if self._throw:  # which ends the loop earlier, with an error
             options = replace(options, until="all")
-        counts = self._counts = StepCounts(lockstep, options, window, over_all_ranks=over_all_ranks)
+        rounds = self._rounds = Rounds(self, options, window, over_all_ranks=over_all_ranks)
         channel.scaling.begin_loop(self._reason_to_scale())
         self._call_next_round()
-        counts.begin_round("reached step 1 of join.iterate")
-        if counts.fewest == 0 < counts.steps and not self._throw:
+        rounds.begin_round("reached step 1 of join.iterate")
+        if rounds.fewest == 0 < rounds.steps and not self._throw:
             self._share_template()
 
     def _read_all(self) -> int:
         """Read all batches; return the size of the single window: the largest number of batches on a rank."""
         count = torch.tensor([self.ahead.read(sys.maxsize)], device="cpu")
-        self._guard.wait(self._channel.collective.all_reduce(count, "max"), "has read all its batches")
+        self._guard.wait(self.channel.collective.all_reduce(count, "max"), "has read all its batches")
         return max(int(count), 1)
 
     def _reason_to_scale(self) -> str:
@@ -330,25 +331,26 @@ class Iteration:
             return "join.iterate was called with a weigh function"
         if self._options.window != 1:
             return f"join.iterate was called with window={self._options.window!r}"
-        listed = [member.joinable for member in self._channel.roster.listed]
+        listed = [member.joinable for member in self.channel.roster.listed]
         names = [each.join_name for each in listed if each.needs_scale or each.mixes_ranks]
         return f"nothing else weighs the gradients of {names[0]}" if names else ""
 
     def _call_next_round(self) -> None:
         """Read the batches of the next round, and start the roll call that announces them."""
-        ahead, held = self.ahead, self._counts.held  # held for the current round
-        ahead.read(self._counts.size - (len(ahead.held) - held))
+        ahead, held = self.ahead, self._rounds.held  # held for the current round
+        if not ahead.ended:
+            ahead.read(self._rounds.size - (len(ahead.held) - held))
         weights = list(map(_WEIGHT_OF, ahead.held))[held:]
         if ahead.error is not None:
             raise ahead.error
-        self._counts.call(weights)
+        self._rounds.call(weights)
 
     def _share_template(self) -> None:
         """Send a batch from the lowest rank with data to ranks that never had one; an empty one for empty dummies."""
-        source = self._counts.first_with_data
+        source = self._rounds.first_with_data
         own = self._make_template(self.ahead.held[0][0]) if self._rank == source else None
         try:
-            template = broadcast_tree(self._channel.collective, own, source, self._channel.roster.devices())
+            template = broadcast_tree(self.channel.collective, own, source, self.channel.roster.devices())
         except (RuntimeError, TypeError) as error:
             if is_broken(error):
                 raise  # because another rank is gone, whatever the batch is
@@ -359,19 +361,20 @@ class Iteration:
             ) from error
         if isinstance(template, JoinError):
             self._guard.close_and_raise(template)
-        if not self._counts.own_batches:
+        if not self._rounds.own_batches:
             self._template = template
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
         """End the loop with a last roll call. No rank has a batch left; under ``until="first"``, one has none."""
-        self._counts.call(())
-        self._counts.begin_round("reached the end of join.iterate")
-        self._channel.end_loop(self._lockstep)
-        self._phase, self.ahead.loop_has_ended = _Phase.OVER, True
+        self._rounds.call(())
+        self._rounds.begin_round("reached the end of join.iterate")
+        self.end()
+        self.ahead.loop_has_ended = True
         self._release()
 
+    @override
     def leave(self, *, superseded: bool = False) -> None:
         """Leave the loop before its end, as all ranks must in this step.
 
@@ -383,36 +386,36 @@ class Iteration:
             ProtocolError: If this rank leaves alone.
             PeerError: If another rank failed.
         """
-        counts, lockstep = self._counts, self._lockstep
-        self._phase = _Phase.SUPERSEDED if superseded else _Phase.OVER
-        lockstep.return_to_body()
+        rounds, step = self._rounds, self.step
+        self.phase = Phase.SUPERSEDED if superseded else Phase.OVER
+        self.channel.step = step  # which may be the step that this rank left by a break
         try:
             if self._guard.closed:
                 return  # because nothing can be sent after a failure
-            lockstep.end_step()
-            if not self._channel.step.ends_window:
+            self.end_step()
+            if not step.ends_window:
                 error = JoinError(
-                    f"The loop over join.iterate was left in step {self._step}, inside an accumulation window whose"
+                    f"The loop over join.iterate was left in step {step.number}, inside an accumulation window whose"
                     " other steps are missing. Leave the loop only if join.ends_window is True. [J467]"
                 )
                 self._guard.fail(error)  # posted, since this rank may have left the loop alone
                 self._guard.close_and_raise(error)
-            self._channel.complete_followers()
-            lockstep.progress.has_left = True
-            if counts.begun == counts.steps:
-                counts.begin_round(f"left join.iterate in step {self._step}")
-                if not counts.steps:  # this step was the last of all ranks, so the loop ends as without a break
+            self.channel.complete_followers()
+            self.progress.has_left = True
+            if rounds.begun == rounds.steps:
+                rounds.begin_round(f"left join.iterate in step {step.number}")
+                if not rounds.steps:  # this step was the last of all ranks, so the loop ends as without a break
                     self._end()
                     return
-            lockstep.agree_to_leave()
-            self._channel.end_loop(lockstep)
+            self.agree_to_leave()
+            self.end()
         finally:
             self._release()
 
     def fail(self, error: BaseException) -> None:
         """End the loop on this rank only, which leaves the block with ``error``."""
-        self._lockstep.return_to_body()
-        if self._channel.step.batch in (StepBatch.EMPTY, StepBatch.DUMMY) and not isinstance(error, PeerError):
+        self.channel.step = self.step
+        if self.step.shadowing and not isinstance(error, JoinError):
             note = f"This rank was out of data and got a dummy batch (dummy={self._options.dummy!r})."
             if self._options.dummy == "empty":
                 note += " A mean over no samples is NaN. If the body cannot process an empty batch, pass dummy='last'."
@@ -421,8 +424,8 @@ class Iteration:
         self._release()
 
     def _release(self) -> None:
-        if self._phase is not _Phase.SUPERSEDED:
-            self._phase = _Phase.OVER
+        if self.phase is not Phase.SUPERSEDED:
+            self.phase = Phase.OVER
         self._template = None
         self.ahead.close()
 
@@ -506,7 +509,7 @@ class Shares:
         return Answers(issued, [Share(ranks, first, as_exact(weight)) for ranks, first, weight in shares])
 
 
-class StepCounts:
+class Rounds:
     """Rounds of one loop, and the roll calls of its ranks.
 
     Args:
@@ -518,7 +521,7 @@ class StepCounts:
 
     def __init__(self, lockstep: Lockstep, options: Options, window: int, *, over_all_ranks: bool) -> None:
         self._lockstep, self._options, self._window, self._over_all_ranks = lockstep, options, window, over_all_ranks
-        self._channel = channel = lockstep.channel
+        channel = lockstep.channel
         self._guard, self._tally, self._world_size = channel.guard, channel.headers.tally, channel.collective.world_size
         self.size = -(-options.lookahead // window) * window
         """Largest number of batches that a rank may have for a round, which are read ahead for it: whole windows."""
@@ -554,7 +557,7 @@ class StepCounts:
         if self._is_calling:
             started = time.monotonic()
             answers: Answers = self._guard.wait(self._roll_call, doing, self._roll_call.result)
-            if self._channel.step.shadowing:
+            if self._lockstep.step.shadowing:
                 self._tally.idle += time.monotonic() - started
             self._is_calling = False
         if answers.issued is None:  # a rank may have skipped a collective, for which the others wait at last
@@ -594,33 +597,22 @@ class StepCounts:
         starts = range(0, self.steps, window)
         self._totals = [float(sum(weights[start : start + window])) for start in starts]
 
-    def begin_step(self, weight: float) -> None:
-        """Begin a step; ``weight`` is the weight of this rank's batch, if it has one."""
-        index, size, step, lockstep = self.begun, self._window, self._channel.step, self._lockstep
-        lockstep.progress.steps += 1
-        if self._guard.timeout is not None:
-            lockstep.wait_for_all(f"reached step {lockstep.progress.steps} of join.iterate")
-        if self._guard.closed:
-            self._guard.raise_closed()
-        if step.ends_window:
-            self._channel.scaling.window_number = next(WINDOW_NUMBERS)
-        self.begun = index + 1
-        step.number = lockstep.progress.steps
-        step.shadowing = index >= self.own_batches
-        step.weight, step.total = 0.0 if step.shadowing else weight, self._totals[index // size]
-        step.ends_window = self.begun % size == 0 or self.begun == self.steps
-        if index < len(self._shares):
-            leader = step.first_with_data if step.number > 1 else None
+    def next_step(self, before: Step, weight: float) -> Step:
+        """Begin the next step of this round.
+
+        Args:
+            before: The step before it.
+            weight: The weight of this rank's batch, if it has one.
+        """
+        index = self.begun
+        self.begun, shadowing = index + 1, index >= self.own_batches
+        step = Step(in_loop=True, number=before.number + 1, shadowing=shadowing, first_with_data=before.first_with_data)
+        step.weight, step.total = 0.0 if shadowing else weight, self._totals[index // self._window]
+        step.window = next(_WINDOW_NUMBERS) if before.ends_window else before.window
+        step.ends_window = self.begun % self._window == 0 or self.begun == self.steps
+        if index < len(self._shares):  # if not, the step only fills a window
             step.contributors, step.first_with_data, _ = self._shares[index]
-            lockstep.is_uneven, lockstep.had_data = step.contributors < self._world_size, not step.shadowing
-            if step.first_with_data != leader:
-                if leader is not None:  # a rank that skipped a part of the step before is found here, not in hand_over
-                    lockstep.wait_for_all(f"began step {step.number} of join.iterate")
-                self._channel.headers.leader = step.first_with_data
-                for _, burst in self._channel.roster.bursts:
-                    burst.hand_over(step.first_with_data)
-        else:  # the step only fills a window
-            step.contributors = 0
+        return step
 
     # -- roll calls ---------------------------------------------------------------------------------------------------
 
@@ -688,7 +680,8 @@ class ReadAhead:
         """Whether the loop has ended on all ranks."""
         self._has_state = callable(getattr(loader, "state_dict", None))
         self._state_at_end: Any = None
-        self._state = self._copy_state() if self._has_state else None  # after the batch that was taken last
+        self.state = self._copy_state() if self._has_state else None
+        """The loader's state after the batch that was taken from ``held`` last."""
 
     def close(self) -> None:
         """Release the loader, so that its workers can end, and keep the batches that were read."""
@@ -713,11 +706,6 @@ class ReadAhead:
                 return count
         return wanted
 
-    def take(self) -> Any:
-        """Remove and return the next batch."""
-        batch, _, self._state = self.held.popleft()
-        return batch
-
     def loader_state(self) -> Any:
         """Return the loader's state as of the batch that was taken last.
 
@@ -734,7 +722,7 @@ class ReadAhead:
                 " state_dict. Use torchdata's StatefulDataLoader, or count the batches in your loop. [J075]"
             )
         is_final = self.loop_has_ended and self._state_at_end is not None and not self.held
-        state = self._state_at_end if is_final else self._state
+        state = self._state_at_end if is_final else self.state
         if isinstance(state, Exception):
             raise JoinError(
                 f"The state_dict of {self._name} raised an exception. Fix the cause shown above. [J076]"
@@ -791,8 +779,8 @@ class LoopAlone:
     def __init__(self, loader: Iterable[Any], options: Options, world_size: int) -> None:
         self._length, self._window, self._world_size = length_of(loader), options.window, world_size
         self.ahead = ReadAhead(loader, options.weigh)
-        self.step: Step | None = None
-        """Current step; ``None`` outside the loop."""
+        self.step = PLAIN
+        """Current step; ``PLAIN`` outside the loop."""
         self.is_last_step = False
         """Whether the current step is the last one."""
         self._is_superseded = False  # whether another loop has begun in the middle of this one
@@ -800,11 +788,11 @@ class LoopAlone:
     @property
     def running(self) -> bool:
         """Whether the loop has begun and not ended."""
-        return self.step is not None
+        return self.step.in_loop
 
     def leave(self, *, superseded: bool = False) -> None:
         """Leave the loop before its end."""
-        self.step, self._is_superseded = None, superseded
+        self.step, self._is_superseded = PLAIN, superseded
 
     def batches(self) -> Generator[Any]:
         """Yield the batches."""
@@ -819,9 +807,10 @@ class LoopAlone:
                 total = sum(weights) * self._world_size
                 for place, weight in enumerate(weights, 1):
                     number += 1
-                    self.step = Step(number, weight=weight, total=total, ends_window=place == len(weights))
+                    self.step = Step(True, number, weight=weight, total=total, ends_window=place == len(weights))
                     self.is_last_step = len(ahead.held) == 1 and ahead.error is None
-                    yield ahead.take()
+                    batch, _, ahead.state = ahead.held.popleft()
+                    yield batch
                     if self._is_superseded:
                         raise JoinError(ONE_AT_A_TIME)
                 if not ahead.held:
@@ -830,7 +819,7 @@ class LoopAlone:
                 raise ahead.error
             ahead.loop_has_ended = True
         finally:
-            self.step, self.is_last_step = None, False
+            self.step, self.is_last_step = PLAIN, False
             ahead.close()
 
     def __len__(self) -> int:
@@ -840,8 +829,8 @@ class LoopAlone:
 class Batches(Iterable[T], Generic[T]):
     """Iterable over the batches of one loop, once; its ``len`` is the number of steps that all ranks make."""
 
-    def __init__(self, loop: Iteration | LoopAlone) -> None:
-        self._loop: Iteration | LoopAlone = loop
+    def __init__(self, loop: Loop | LoopAlone) -> None:
+        self._loop: Loop | LoopAlone = loop
         self._batches: Iterator[T] | None = loop.batches()
 
     def __iter__(self) -> Iterator[T]:

@@ -180,7 +180,7 @@ class AcceleratedJoin(Join):
         else:
             loaders: list[Any] = self._accelerator.gradient_state.dataloader_references
             has_state = any(hasattr(loader, "dl_state_dict") for loader in loaders)
-            is_wrong, state = self._step is not None and has_state, nullcontext()
+            is_wrong, state = self._step.in_loop and has_state, nullcontext()
         if is_wrong:
             raise JoinError(
                 "save_state saves one loader state for all ranks, which would be wrong: the loaders of only some ranks"
@@ -192,7 +192,7 @@ class AcceleratedJoin(Join):
 
     def _set_sync_gradients(self, as_usual: Callable[[], None]) -> None:
         """Set on the accelerator whether gradients are reduced in the micro-batch that begins."""
-        if self._step is None:
+        if not self._step.in_loop:
             as_usual()
         else:
             self._accelerator.sync_gradients = self.ends_window
@@ -235,7 +235,7 @@ def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
     as_usual, state = accelerator.reduce, cast("object", accelerator.gradient_state)
 
     def is_at_end(_: object) -> bool:
-        return join.is_last_step if join.channel.lockstep is not None else cast("Any", state).end_of_dataloader
+        return join.is_last_step if join.channel.step.in_loop else cast("Any", state).end_of_dataloader
 
     # All objects of Accelerate's class share their attributes, so this object of a subclass has the same ones.
     gradient_state = type("InLoop", (type(state),), {"end_of_dataloader": property(is_at_end)})()
@@ -260,7 +260,7 @@ def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
         return map_tensors(lambda rows: over(rows, 0), ranks)
 
     def in_loop(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        if join.channel.lockstep is None:
+        if not join.channel.step.in_loop:
             raise JoinError(
                 f"Ranks without data call accelerator.{call.__name__} only in a loop over join.iterate. Use such a"
                 " loop, or make the call after the block. [J116]"

@@ -44,20 +44,20 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "step.weight, step.total = 0.0 if step.shadowing else weight",
+        "step.weight, step.total = 0.0 if shadowing else weight",
         "step.weight, step.total = weight",
         "tests/join/loop/test_steps.py::test_the_share_of_a_batch_in_its_window",
     ),
     Mutant(
         "join/loop.py",
-        "dummies_follow = counts.own_batches == counts.begun < counts.steps",
+        "dummies_follow = rounds.own_batches == rounds.begun < rounds.steps",
         "dummies_follow = False",
         "tests/join/loop/test_steps.py::test_dummies_that_fill_a_window_before_the_loader_ends",
     ),
     Mutant(
         "join/loop.py",
-        "step.contributors = 0",
-        "pass",
+        "first_with_data=before.first_with_data)",
+        "first_with_data=before.first_with_data, contributors=before.contributors)",
         "tests/joinables/ddp/test_filled_windows.py::test_a_parameter_that_only_filling_steps_use_has_no_gradient",
     ),
     Mutant(
@@ -80,13 +80,13 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "            if counts.begun == counts.steps:\n                counts.begin_round(f",
-        "            if False:\n                counts.begin_round(f",
+        '            if rounds.begun == rounds.steps:\n                rounds.begin_round(f"left',
+        '            if False:\n                rounds.begin_round(f"left',
         "tests/join/loop/test_loop.py::test_the_last_step_may_be_left_by_a_break",
     ),
     Mutant(
         "join/loop.py",
-        "            self._channel.complete_followers()\n",
+        "            self.channel.complete_followers()\n",
         "",
         "tests/join/loop/test_steps.py::test_a_break_after_a_follower_on_some_ranks",
     ),
@@ -128,19 +128,19 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "        if step.ends_window:\n            self._channel.scaling.window_number",
-        "        if True:\n            self._channel.scaling.window_number",
+        "next(_WINDOW_NUMBERS) if before.ends_window else before.window",
+        "next(_WINDOW_NUMBERS)",
         "tests/join/loop/test_training.py::test_a_last_window_of_accumulation_that_is_not_full",
     ),
     Mutant(
         "join/loop.py",
-        'lockstep.wait_for_all(f"began step {step.number} of join.iterate")',
+        'self.wait_for_all(f"began step {step.number} of join.iterate")',
         "pass",
         "tests/joinables/ddp/test_buffers.py::test_a_skipped_step_before_another_rank_leads_is_named",
     ),
     Mutant(
         "join/loop.py",
-        "                self._channel.headers.leader = step.first_with_data\n",
+        "            channel.headers.leader = step.first_with_data\n",
         "",
         "tests/joinables/ddp/test_buffers.py::test_statistics_in_a_plain_block_inside_a_loop",
     ),
@@ -165,8 +165,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "        self.headers.leader, had_data = last_leader",
-        "        _, had_data = last_leader",
+        "        self.headers.leader = step.first_with_data\n",
+        "",
         "tests/join/loop/test_loop.py::test_what_a_loop_leaves_to_the_rest_of_its_block",
     ),
     Mutant(
@@ -219,20 +219,20 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "return Outcome(even=False, last=had_data, shadowed=False)",
-        "return Outcome(even=False, last=had_data, shadowed=True)",
+        "return Outcome(even=False, last=not step.shadowing, shadowed=False)",
+        "return Outcome(even=False, last=not step.shadowing, shadowed=True)",
         "tests/join/loop/test_steps.py::test_no_state_is_copied_after_an_uneven_loop",
     ),
     Mutant(
         "join/protocol/channel.py",
-        "        self.check_equal(values_of(listed))\n",
+        "        channel.check_equal(values_of(listed))\n",
         "",
         "tests/join/loop/test_steps.py::test_values_are_compared_at_the_end_of_each_loop",
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            self.headers.confirm()\n        if header.active < world_size",
-        "            pass\n        if header.active < world_size",
+        "            channel.headers.confirm()\n",
+        "            pass\n",
         "tests/join/loop/test_steps.py::test_a_rank_that_begins_a_loop_where_others_run_what_all_expect",
     ),
     Mutant(
@@ -261,8 +261,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            if self.guard.timeout is not None:\n                lockstep.wait_for_all",
-        "            if False:\n                lockstep.wait_for_all",
+        "            if self.guard.timeout is not None:\n                loop.wait_for_all",
+        "            if False:\n                loop.wait_for_all",
         "tests/join/loop/test_loop.py::test_a_rank_that_sleeps",
     ),
     Mutant(
@@ -865,8 +865,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "scaling.window_number = next(WINDOW_NUMBERS)",
-        "scaling.window_number += 1",
+        "step.window = next(_WINDOW_NUMBERS) if before.ends_window else before.window",
+        "step.window = before.window + before.ends_window",
         "tests/joinables/ddp/test_window_over_blocks.py::test_a_window_of_a_loop_is_not_that_of_the_next",
     ),
     Mutant(

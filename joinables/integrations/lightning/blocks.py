@@ -92,7 +92,7 @@ class Blocks:
         """End a step; in training all ranks meet, since Lightning broadcasts next, and hangs if a rank is missing."""
         self.in_step = False
         if self._join is not None and self.trains:
-            cast("Lockstep", self._join.channel.lockstep).meet()
+            cast("Lockstep", self._join.channel.loop).meet()
 
     @property
     def is_last_step(self) -> bool:

@@ -261,13 +261,13 @@ class OpenBlock:
         if self.channel.guard.is_fork:
             return None
         if error is not None:
-            if loop is not None and loop.running:
-                loop.fail(error)
+            if loop is not None:
+                loop.close(error)
             self._fail(error)
             return None
         try:
-            if loop is not None and loop.running:
-                loop.leave()
+            if loop is not None:
+                loop.close(None)
             out_of_data_at = time.monotonic() if loop is None or loop.joined_at is None else loop.joined_at
             return self._finish(self.channel.drain(), out_of_data_at)
         except BaseException as failure:

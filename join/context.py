@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -32,10 +33,10 @@ from join.arguments import (
 )
 from join.batch import PLAIN, Step
 from join.block import OpenBlock, channels, claim, join_of, release, report_failed_entry
-from join.collectives import Collective, Work, collective_of
+from join.collectives import Collective, SingleCollective, Work, collective_of
 from join.errors import JoinError
 from join.joinable import NothingListed
-from join.loop import Batches, Loop, LoopAlone, Options, check_loader
+from join.loop import Batches, Loop, Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
@@ -108,6 +109,9 @@ class Join:
     _enable, _group, _objects = True, None, ()
     _block: OpenBlock | None = None  # while the block is open, if it does anything
     _scope: Scope | None = None  # while the block is open
+    _channel: Channel | None = (
+        None  # meanwhile; in a block that does nothing, from its first loop on, of this rank alone
+    )
     _weight: float | None = None  # outside a block, and at the beginning of each block
 
     def __init__(
@@ -131,7 +135,6 @@ class Join:
             check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
             self._throw, self._kwargs = throw_on_early_termination, kwargs
             self._divisor = checked_divisor(loss_divided_by)
-            self._over_all_ranks = bool(kwargs.get("divide_by_initial_world_size", True))
         except BaseException as error:
             self._give_up(error)
             raise
@@ -140,7 +143,7 @@ class Join:
         """Make new joinables for the objects, and forget the report: both belong to the previous block."""
         self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
-        self._loop: Loop | LoopAlone | None = None  # that began last
+        self._loop: Loop | None = None  # that began last
         self._report: Callable[[], JoinReport] | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -321,9 +324,7 @@ class Join:
     @property
     def _step(self) -> Step:
         """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``PLAIN``."""
-        if self._block is None:  # with enable=False, or outside a block
-            return self._loop.step if isinstance(self._loop, LoopAlone) else PLAIN
-        return self._block.channel.step
+        return PLAIN if self._channel is None else self._channel.step
 
     @property
     def ends_window(self) -> bool:
@@ -473,17 +474,20 @@ class Join:
                 "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
             )
         check_loader(loader)
-        scope, block = self._scope, self._block
-        loop = (
-            LoopAlone(loader, options, self._collective.world_size)
-            if block is None  # with enable=False
-            else Loop(block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks)
-        )
-
-        loop.on_begin = partial(self._begin, scope)
+        copies, throw = 1, self._throw
+        if self._block is None:  # with enable=False
+            copies, throw = self._collective.world_size, False
+            options = replace(options, until="all", lookahead=1, fill_window=False)
+            if self._channel is None:
+                self._channel = Channel(SingleCollective())
+                self._channel.agree()
+        assert self._channel is not None
+        over_all_ranks = bool(self._kwargs.get("divide_by_initial_world_size", True))
+        loop = Loop(self._channel, loader, options, throw=throw, over_all_ranks=over_all_ranks, copies=copies)
+        loop.on_begin = partial(self._begin, self._scope)
         return Batches(loop)
 
-    def _begin(self, scope: Scope, loop: Loop | LoopAlone) -> None:
+    def _begin(self, scope: Scope, loop: Loop) -> None:
         """Make a loop, which begins now, the current one of its block."""
         if self._scope is not scope:
             raise JoinError(
@@ -504,8 +508,8 @@ class Join:
     @property
     def channel(self) -> Channel:
         """Protocol of this block's process group, on which a :class:`Burst` announces."""
-        assert self._block is not None
-        return self._block.channel
+        assert self._channel is not None
+        return self._channel
 
     @property
     def collective(self) -> Collective:
@@ -572,6 +576,7 @@ class Join:
             members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
             self._scope = Scope(members, self._throw, self._timeout, self._weight)
             self._block = OpenBlock(self._collective, self._scope)
+            self._channel = self._block.channel
             arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
             self._block.enter(self, entered_with(self._joinables, arguments, self._divisor))
             return self
@@ -594,9 +599,11 @@ class Join:
     def _leave(self, error: BaseException | None) -> None:
         loop = self._loop
         if self._block is None:
+            if loop is not None:
+                loop.close(error)
             self._report = JoinReport if error is None else None
             return
-        self._report = self._block.end(error, loop if isinstance(loop, Loop) else None)
+        self._report = self._block.end(error, loop)
         if error is None and loop is None and not self._objects:
             warnings.warn(
                 "A block that lists nothing is meant for loops over join.iterate, but it had none. Write for batch in"
@@ -622,4 +629,4 @@ class Join:
         finally:
             if self._scope is not None:
                 release(self._joinables)
-            self._scope = self._block = None
+            self._scope = self._block = self._channel = None

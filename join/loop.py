@@ -9,7 +9,10 @@ data gets dummy batches, which weigh nothing. The file has four parts, to be rea
   accumulation window. In one roll call for each round, every rank announces how many batches it has and their weights,
   and how many operations it has started on the group, which should be equal (``join.protocol.progress``).
 - :class:`ReadAhead` reads the batches of the next round, and :func:`emptied` makes an empty dummy batch of a batch.
-- :class:`LoopAlone` is a loop in a block with ``enable=False``; :class:`Batches` is the result of ``Join.iterate``.
+- :class:`Batches` is the result of ``Join.iterate``.
+
+In a block with ``enable=False`` a loop is the same, over a collective of this rank alone, which sends nothing. Other
+ranks are then assumed to have the same batches.
 
 These are the collectives of a loop::
 
@@ -62,7 +65,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
@@ -141,6 +144,7 @@ class Loop(Lockstep):
         throw: Whether all ranks raise an exception as soon as one is out of data.
         over_all_ranks: Whether gradients are a mean over all ranks, including those without data. It has no effect if
             batches are weighed.
+        copies: The number of ranks that are assumed to have the same batches as each rank of the channel.
 
     Raises:
         TypeError: If the loader cannot be iterated.
@@ -152,7 +156,14 @@ class Loop(Lockstep):
     _rounds: Rounds  # set when the loop begins
 
     def __init__(
-        self, channel: Channel, loader: Iterable[Any], options: Options, *, throw: bool, over_all_ranks: bool
+        self,
+        channel: Channel,
+        loader: Iterable[Any],
+        options: Options,
+        *,
+        throw: bool,
+        over_all_ranks: bool,
+        copies: int = 1,
     ) -> None:
         mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
         if options.dummy == "last" and mixed:
@@ -161,7 +172,7 @@ class Loop(Lockstep):
                 " without samples. [J074]"
             )
         super().__init__(channel)
-        self._options, self._throw, self._over_all_ranks = options, throw, over_all_ranks
+        self._options, self._throw, self._over_all_ranks, self._copies = options, throw, over_all_ranks, copies
         self._rank, self._own_length = channel.collective.rank, length_of(loader)
         self.ahead = ReadAhead(loader, options.weigh)
         """Batches that were read and not yielded."""
@@ -180,7 +191,9 @@ class Loop(Lockstep):
         """Whether the current step is the last one, on all ranks."""
         if self.phase is not Phase.RUNNING or not self.step.number or self._rounds.begun < self._rounds.steps:
             return False
-        return self._rounds.is_last(f"asked in step {self.step.number} whether it is the last")
+        return self.ahead.error is None and self._rounds.is_last(
+            f"asked in step {self.step.number} whether it is the last"
+        )
 
     def __len__(self) -> int:
         if self.phase is Phase.NEW:
@@ -196,10 +209,9 @@ class Loop(Lockstep):
                 if self.channel.late_use is not None:
                     self.channel.late_use.begin_step()
                 yield self._make_dummy() if self.step.shadowing else self._next_batch()
-        except GeneratorExit:
-            if self.phase is Phase.RUNNING:  # not if the user kept the generator, and all ranks have left since
+        finally:
+            if self.phase is Phase.RUNNING:  # after a break, or an error that the block may handle
                 self.mark_left()  # it leaves later, because an exception here would be lost
-            raise
 
     # After a step's arithmetic the caches are cold, and each call here costs microseconds. So there are few calls.
 
@@ -213,24 +225,22 @@ class Loop(Lockstep):
             raise JoinError(ONE_AT_A_TIME)
         elif phase is not Phase.NEW:
             return False
-        try:
-            if phase is Phase.NEW:
-                self._begin()
-            rounds = self._rounds
-            if rounds.begun == rounds.steps:
-                if phase is Phase.RUNNING:
-                    rounds.begin_round(f"reached step {self.step.number + 1} of join.iterate")
-                if not rounds.steps:
-                    self._end()
-                    return False
-            if not rounds.begun:
-                self._call_next_round()
-            if self._throw and rounds.begun >= rounds.fewest:
-                self._guard.raise_early_termination(exhausted=rounds.own_batches <= rounds.begun)
-            self._enter_step()
-        except Exception:  # not an interrupt, which only this rank gets: it is handled at the end of the block
-            self._release()
-            raise
+        if phase is Phase.NEW:
+            self._begin()
+        rounds = self._rounds
+        if rounds.begun == rounds.steps:
+            if phase is Phase.RUNNING:
+                rounds.begin_round(f"reached step {self.step.number + 1} of join.iterate")
+            if not rounds.steps:
+                if self.ahead.error is not None:
+                    raise self.ahead.error
+                self._end()
+                return False
+        if not rounds.begun:
+            self._call_next_round()
+        if self._throw and rounds.begun >= rounds.fewest:
+            self._guard.raise_early_termination(exhausted=rounds.own_batches <= rounds.begun)
+        self._enter_step()
         return True
 
     def _enter_step(self) -> None:
@@ -312,7 +322,7 @@ class Loop(Lockstep):
         over_all_ranks = self._over_all_ranks and options.weigh is None
         if self._throw:  # which ends the loop earlier, with an error
             options = replace(options, until="all")
-        rounds = self._rounds = Rounds(self, options, window, over_all_ranks=over_all_ranks)
+        rounds = self._rounds = Rounds(self, options, window, over_all_ranks=over_all_ranks, copies=self._copies)
         channel.scaling.begin_loop(self._reason_to_scale())
         self._call_next_round()
         rounds.begin_round("reached step 1 of join.iterate")
@@ -341,8 +351,9 @@ class Loop(Lockstep):
         if not ahead.ended:
             ahead.read(self._rounds.size - (len(ahead.held) - held))
         weights = list(map(_WEIGHT_OF, ahead.held))[held:]
-        if ahead.error is not None:
-            raise ahead.error
+        if ahead.error is not None and self.channel.collective.world_size > 1:
+            self._guard.fail(ahead.error)  # now, since others wait for this rank, even if the block handles the error
+            raise ahead.error  # a rank alone first yields the batches before it
         self._rounds.call(weights)
 
     def _share_template(self) -> None:
@@ -371,7 +382,7 @@ class Loop(Lockstep):
         self._rounds.call(())
         self._rounds.begin_round("reached the end of join.iterate")
         self.end()
-        self.ahead.loop_has_ended = True
+        self.phase, self.ahead.loop_has_ended = Phase.OVER, True
         self._release()
 
     @override
@@ -386,7 +397,7 @@ class Loop(Lockstep):
             ProtocolError: If this rank leaves alone.
             PeerError: If another rank failed.
         """
-        rounds, step = self._rounds, self.step
+        step = self.step
         self.phase = Phase.SUPERSEDED if superseded else Phase.OVER
         self.channel.step = step  # which may be the step that this rank left by a break
         try:
@@ -402,6 +413,7 @@ class Loop(Lockstep):
                 self._guard.close_and_raise(error)
             self.channel.complete_followers()
             self.progress.has_left = True
+            rounds = self._rounds
             if rounds.begun == rounds.steps:
                 rounds.begin_round(f"left join.iterate in step {step.number}")
                 if not rounds.steps:  # this step was the last of all ranks, so the loop ends as without a break
@@ -412,9 +424,20 @@ class Loop(Lockstep):
         finally:
             self._release()
 
-    def fail(self, error: BaseException) -> None:
-        """End the loop on this rank only, which leaves the block with ``error``."""
-        self.channel.step = self.step
+    def close(self, error: BaseException | None) -> None:
+        """End the loop, if it has begun and not ended, at the end of its block.
+
+        Args:
+            error: The exception with which this rank leaves the block, if any. The loop ends on this rank only then.
+
+        Raises:
+            JoinError: As :meth:`leave` does.
+        """
+        if not self.running:
+            return
+        if error is None:
+            return self.leave()
+        self.phase, self.channel.step = Phase.OVER, self.step
         if self.step.shadowing and not isinstance(error, JoinError):
             note = f"This rank was out of data and got a dummy batch (dummy={self._options.dummy!r})."
             if self._options.dummy == "empty":
@@ -424,8 +447,6 @@ class Loop(Lockstep):
         self._release()
 
     def _release(self) -> None:
-        if self.phase is not Phase.SUPERSEDED:
-            self.phase = Phase.OVER
         self._template = None
         self.ahead.close()
 
@@ -517,10 +538,14 @@ class Rounds:
         options: The arguments of ``Join.iterate``.
         window: The number of steps of an accumulation window.
         over_all_ranks: Whether a rank without data counts as if it had a batch of weight 1.
+        copies: The number of ranks that are assumed to have the same batches as each rank.
     """
 
-    def __init__(self, lockstep: Lockstep, options: Options, window: int, *, over_all_ranks: bool) -> None:
-        self._lockstep, self._options, self._window, self._over_all_ranks = lockstep, options, window, over_all_ranks
+    def __init__(
+        self, lockstep: Lockstep, options: Options, window: int, *, over_all_ranks: bool, copies: int = 1
+    ) -> None:
+        self._lockstep, self._options, self._window = lockstep, options, window
+        self._over_all_ranks, self._copies = over_all_ranks, copies
         channel = lockstep.channel
         self._guard, self._tally, self._world_size = channel.guard, channel.headers.tally, channel.collective.world_size
         self.size = -(-options.lookahead // window) * window
@@ -595,7 +620,7 @@ class Rounds:
         if self._over_all_ranks:
             weights = [self._world_size] * self.steps
         starts = range(0, self.steps, window)
-        self._totals = [float(sum(weights[start : start + window])) for start in starts]
+        self._totals = [float(sum(weights[start : start + window]) * self._copies) for start in starts]
 
     def next_step(self, before: Step, weight: float) -> Step:
         """Begin the next step of this round.
@@ -761,76 +786,11 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 # -- the result of Join.iterate ----------------------------------------------------------------------------------------
 
 
-class LoopAlone:
-    """Loop in a block with ``enable=False``.
-
-    It reads ahead one window, and one more batch to know which batch is the last.
-
-    Args:
-        loader: The batches of this rank.
-        options: The other arguments of ``Join.iterate``. ``until``, ``dummy``, ``lookahead`` and ``fill_window`` have
-            no effect here.
-        world_size: The number of ranks, which are assumed to have the same numbers of batches.
-    """
-
-    on_begin: Callable[[LoopAlone], None]
-    """Called when the loop begins; set by the ``Join`` of the loop."""
-
-    def __init__(self, loader: Iterable[Any], options: Options, world_size: int) -> None:
-        self._length, self._window, self._world_size = length_of(loader), options.window, world_size
-        self.ahead = ReadAhead(loader, options.weigh)
-        self.step = PLAIN
-        """Current step; ``PLAIN`` outside the loop."""
-        self.is_last_step = False
-        """Whether the current step is the last one."""
-        self._is_superseded = False  # whether another loop has begun in the middle of this one
-
-    @property
-    def running(self) -> bool:
-        """Whether the loop has begun and not ended."""
-        return self.step.in_loop
-
-    def leave(self, *, superseded: bool = False) -> None:
-        """Leave the loop before its end."""
-        self.step, self._is_superseded = PLAIN, superseded
-
-    def batches(self) -> Generator[Any]:
-        """Yield the batches."""
-        self.on_begin(self)
-        del self.on_begin  # which refers to the Join, which refers to this loop
-        ahead, number, window = self.ahead, 0, self._window
-        size = window if isinstance(window, int) else max(ahead.read(sys.maxsize), 1)
-        try:
-            while True:
-                ahead.read(size + 1 - len(ahead.held))
-                weights = list(map(_WEIGHT_OF, ahead.held))[:size]
-                total = sum(weights) * self._world_size
-                for place, weight in enumerate(weights, 1):
-                    number += 1
-                    self.step = Step(True, number, weight=weight, total=total, ends_window=place == len(weights))
-                    self.is_last_step = len(ahead.held) == 1 and ahead.error is None
-                    batch, _, ahead.state = ahead.held.popleft()
-                    yield batch
-                    if self._is_superseded:
-                        raise JoinError(ONE_AT_A_TIME)
-                if not ahead.held:
-                    break
-            if ahead.error is not None:
-                raise ahead.error
-            ahead.loop_has_ended = True
-        finally:
-            self.step, self.is_last_step = PLAIN, False
-            ahead.close()
-
-    def __len__(self) -> int:
-        return _known(self._length)
-
-
 class Batches(Iterable[T], Generic[T]):
     """Iterable over the batches of one loop, once; its ``len`` is the number of steps that all ranks make."""
 
-    def __init__(self, loop: Loop | LoopAlone) -> None:
-        self._loop: Loop | LoopAlone = loop
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
         self._batches: Iterator[T] | None = loop.batches()
 
     def __iter__(self) -> Iterator[T]:

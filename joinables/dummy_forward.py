@@ -87,13 +87,8 @@ class DummyForward:
 
         Returns:
             Whether the call is on an empty dummy, and other samples may replace it.
-
-        Raises:
-            ProtocolError: If it is on a dummy of a loop that has ended.
         """
         channel = self._channel
-        if channel.late_use is not None:
-            channel.late_use.used(arguments)
         is_last = channel.step.may_be_last
         if channel.step.number != self._step:
             self._step, self._number = channel.step.number, 0

@@ -115,9 +115,9 @@ class ShardedModule(Announcing):
         self._check(module, args)
         channel, arguments = self._channel, (args, kwargs)
         self._is_replaced = False
-        watches = channel.late_use is not None or channel.step.shadowing or channel.step.may_be_last
+        watches = channel.step.shadowing or channel.step.may_be_last
         if channel.late_use is not None:
-            channel.late_use = channel.late_use.called()
+            channel.late_use = channel.late_use.called(arguments)
         channel.announce(self)
         if not watches:
             return None

@@ -411,7 +411,7 @@ class Channel:
         self._last_step = loop.last_with_data
         self.headers.leader = 0  # of what follows in the block, in which all ranks are
         if self.late_use is not None:
-            self.late_use.has_ended = True
+            self.late_use.end_loop()
         self._outstanding = []  # in a loop, the body may skip followers
         self.loop, self.step = None, PLAIN
 

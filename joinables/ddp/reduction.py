@@ -485,9 +485,9 @@ class Forwards:
             channel.scaling.flows = False
         if self.norms and any(norm.training for norm in self.norms.values()):
             refuse_in_plain_block(self._ddp, "which contains SyncBatchNorm in training mode", channel)
-        watches = channel.late_use is not None or channel.step.shadowing or channel.step.may_be_last
+        watches = channel.step.shadowing or channel.step.may_be_last
         if channel.late_use is not None:
-            channel.late_use = channel.late_use.called()
+            channel.late_use = channel.late_use.called(arguments)
         if self._buffers is not None:
             reducer.suppress_buffer_sync(self._ddp)
             self._buffers.notice_new_shapes()

@@ -245,7 +245,7 @@ class OpenBlock:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def end(self, error: BaseException | None, loop: Loop | None) -> Callable[[], JoinReport] | None:
+    def end(self, error: BaseException | None, loop: Loop[Any] | None) -> Callable[[], JoinReport] | None:
         """Shadow the other ranks until all are out of data, then synchronise; called when the user's code has ended.
 
         Args:

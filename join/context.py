@@ -36,7 +36,7 @@ from join.block import OpenBlock, channels, claim, join_of, release, report_fail
 from join.collectives import Collective, SingleCollective, Work, collective_of
 from join.errors import JoinError
 from join.joinable import NothingListed
-from join.loop import Batches, Loop, Options, check_loader
+from join.loop import Loop, Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
@@ -143,7 +143,7 @@ class Join:
         """Make new joinables for the objects, and forget the report: both belong to the previous block."""
         self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
-        self._loop: Loop | None = None  # that began last
+        self._loop: Loop[Any] | None = None  # that began last
         self._report: Callable[[], JoinReport] | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ class Join:
         weigh: Callable[[T], float] | None = None,
         window: int | Literal["all"] = 1,
         fill_window: bool = False,
-    ) -> Batches[T]:
+    ) -> Loop[T]:
         """Iterate over ``loader`` in lockstep: all ranks run the loop body the same number of times.
 
         The loop body may therefore contain any collectives: of the model, of metrics, of gradient clipping. It must do
@@ -466,28 +466,27 @@ class Join:
             ProtocolError: On all ranks, if some ranks leave the loop early and others do not.
             PeerError: If a rank fails, in its loader or in the loop body.
         """
-        return self._iterate(loader, Options(until, dummy, lookahead, weigh, window, bool(fill_window)))
+        over_all_ranks = bool(self._kwargs.get("divide_by_initial_world_size", True))
+        options = Options(until, dummy, lookahead, weigh, window, bool(fill_window), self._throw, over_all_ranks)
+        return self._iterate(loader, options)
 
-    def _iterate(self, loader: Iterable[T], options: Options) -> Batches[T]:
+    def _iterate(self, loader: Iterable[T], options: Options) -> Loop[T]:
         if self._scope is None:
             raise JoinError(
                 "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
             )
         check_loader(loader)
-        copies, throw = 1, self._throw
         if self._block is None:  # with enable=False
-            copies, throw = self._collective.world_size, False
-            options = replace(options, until="all", lookahead=1, fill_window=False)
-            if self._channel is None:
-                self._channel = Channel(SingleCollective())
-                self._channel.agree()
-        assert self._channel is not None
-        over_all_ranks = bool(self._kwargs.get("divide_by_initial_world_size", True))
-        loop = Loop(self._channel, loader, options, throw=throw, over_all_ranks=over_all_ranks, copies=copies)
+            copies = self._collective.world_size
+            options = replace(options, until="all", lookahead=1, fill_window=False, throw=False, copies=copies)
+        if self._channel is None:
+            self._channel = Channel(SingleCollective())
+            self._channel.agree()
+        loop = Loop(self._channel, loader, options)
         loop.on_begin = partial(self._begin, self._scope)
-        return Batches(loop)
+        return loop
 
-    def _begin(self, scope: Scope, loop: Loop) -> None:
+    def _begin(self, scope: Scope, loop: Loop[Any]) -> None:
         """Make a loop, which begins now, the current one of its block."""
         if self._scope is not scope:
             raise JoinError(

@@ -3,13 +3,13 @@
 All ranks run the loop body the same number of times, so the body may contain any collectives. A rank that is out of
 data gets dummy batches, which weigh nothing. The file has four parts, to be read in this order:
 
-- :class:`Loop` is one loop on one rank. It yields batches and dummy batches, and begins and ends the loop.
+- :class:`Loop` is one loop on one rank, and the result of ``Join.iterate``. It yields batches and dummy batches, and
+  begins and ends the loop.
   :class:`Options` are the arguments of ``Join.iterate``.
 - :class:`Rounds` holds the rounds of a loop. A round is ``lookahead`` steps, rounded up to a multiple of the
   accumulation window. In one roll call for each round, every rank announces how many batches it has and their weights,
   and how many operations it has started on the group, which should be equal (``join.protocol.progress``).
 - :class:`ReadAhead` reads the batches of the next round, and :func:`emptied` makes an empty dummy batch of a batch.
-- :class:`Batches` is the result of ``Join.iterate``.
 
 In a block with ``enable=False`` a loop is the same, over a collective of this rank alone, which sends nothing. Other
 ranks are then assumed to have the same batches.
@@ -66,9 +66,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from typing_extensions import override
@@ -85,13 +85,20 @@ from join.transfer import broadcast_tree
 
 T = TypeVar("T")
 _WEIGHT_BITS, _ISSUED_BITS = 64, 16
+_ARGUMENTS = 6  # of Join.iterate, among the fields of Options
 _WEIGHT_OF = itemgetter(1)  # of an item of ReadAhead.held
 _WINDOW_NUMBERS = itertools.count(1)  # modules remember the number of a window from one block to the next
 
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of ``Join.iterate`` without the loader.
+    """Arguments of ``Join.iterate`` without the loader, and settings of its block.
+
+    Attributes:
+        throw: Whether all ranks raise an exception as soon as one is out of data.
+        over_all_ranks: Whether gradients are a mean over all ranks, including those without data. It has no effect if
+            batches are weighed.
+        copies: The number of ranks that are assumed to have the same batches as each rank of the loop.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -104,6 +111,9 @@ class Options:
     weigh: Callable[[Any], Any] | None
     window: int | Literal["all"]
     fill_window: bool
+    throw: bool = False
+    over_all_ranks: bool = True
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if self.until not in ("all", "first"):
@@ -131,40 +141,30 @@ class Options:
 
     def to_compare(self) -> list[str]:
         """Return texts of the arguments, which must be equal on all ranks; functions are not distinguished."""
-        return [f"{name}={'a function' if callable(value) else value}" for name, value in vars(self).items()]
+        arguments = list(vars(self).items())[:_ARGUMENTS]
+        return [f"{name}={'a function' if callable(value) else value}" for name, value in arguments]
 
 
-class Loop(Lockstep):
-    """One loop in lockstep, on this rank.
+class Loop(Lockstep, Iterable[T]):
+    """One loop in lockstep, on this rank: an iterable over its batches, once.
+
+    Its ``len`` is the number of steps that all ranks make.
 
     Args:
         channel: The protocol of the block's process group.
         loader: The batches of this rank.
         options: The other arguments of ``Join.iterate``.
-        throw: Whether all ranks raise an exception as soon as one is out of data.
-        over_all_ranks: Whether gradients are a mean over all ranks, including those without data. It has no effect if
-            batches are weighed.
-        copies: The number of ranks that are assumed to have the same batches as each rank of the channel.
 
     Raises:
         TypeError: If the loader cannot be iterated.
         ValueError: If the dummy batches would count in a listed module.
     """
 
-    on_begin: Callable[[Loop], None]
+    on_begin: Callable[[Loop[Any]], None]
     """Called when the loop begins, before anything is sent; set by the ``Join`` of the loop."""
     _rounds: Rounds  # set when the loop begins
 
-    def __init__(
-        self,
-        channel: Channel,
-        loader: Iterable[Any],
-        options: Options,
-        *,
-        throw: bool,
-        over_all_ranks: bool,
-        copies: int = 1,
-    ) -> None:
+    def __init__(self, channel: Channel, loader: Iterable[T], options: Options) -> None:
         mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
         if options.dummy == "last" and mixed:
             raise ValueError(
@@ -172,8 +172,7 @@ class Loop(Lockstep):
                 " without samples. [J074]"
             )
         super().__init__(channel)
-        self._options, self._throw, self._over_all_ranks, self._copies = options, throw, over_all_ranks, copies
-        self._rank, self._own_length = channel.collective.rank, length_of(loader)
+        self._options, self._own_length = options, length_of(loader)
         self.ahead = ReadAhead(loader, options.weigh)
         """Batches that were read and not yielded."""
         self._template: Any = None  # the batch that dummies are made of
@@ -202,8 +201,9 @@ class Loop(Lockstep):
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def batches(self) -> Iterator[Any]:
-        """Yield all batches and dummies. This is a generator, which is closed when its loop is left by ``break``."""
+    @override
+    def __iter__(self) -> Iterator[T]:
+        # No other reference to the generator may remain, because Python closes it after a ``break`` when it is dropped.
         try:
             while self._begin_step():
                 if self.channel.late_use is not None:
@@ -229,7 +229,7 @@ class Loop(Lockstep):
             self._begin()
         rounds = self._rounds
         if rounds.begun == rounds.steps:
-            if phase is Phase.RUNNING:
+            if self.step.number:
                 rounds.begin_round(f"reached step {self.step.number + 1} of join.iterate")
             if not rounds.steps:
                 if self.ahead.error is not None:
@@ -238,7 +238,7 @@ class Loop(Lockstep):
                 return False
         if not rounds.begun:
             self._call_next_round()
-        if self._throw and rounds.begun >= rounds.fewest:
+        if self._options.throw and rounds.begun >= rounds.fewest:
             self._guard.raise_early_termination(exhausted=rounds.own_batches <= rounds.begun)
         self._enter_step()
         return True
@@ -296,8 +296,9 @@ class Loop(Lockstep):
             if callable(self._options.dummy):
                 return batch
             return JoinError(
-                f"Ranks without data need a dummy batch, but rank {self._rank} cannot make one of its own batch"
-                f" ({described(error)}). Pass join.iterate(..., dummy=function) with a function that makes one. [J067]"
+                f"Ranks without data need a dummy batch, but rank {self.channel.collective.rank} cannot make one of its"
+                f" own batch ({described(error)}). Pass join.iterate(..., dummy=function) with a function that makes"
+                " one. [J067]"
             )
 
     # -- rounds -------------------------------------------------------------------------------------------------------
@@ -316,17 +317,14 @@ class Loop(Lockstep):
             self._guard.close_and_raise(error)
         window = self._read_all() if options.window == "all" else options.window
         if lengths is not None:
-            self._length = lengths[0] if options.until == "first" or self._throw else lengths[1]
+            self._length = lengths[0] if options.until == "first" or options.throw else lengths[1]
             if options.fill_window:
                 self._length = -(-self._length // window) * window
-        over_all_ranks = self._over_all_ranks and options.weigh is None
-        if self._throw:  # which ends the loop earlier, with an error
-            options = replace(options, until="all")
-        rounds = self._rounds = Rounds(self, options, window, over_all_ranks=over_all_ranks, copies=self._copies)
+        rounds = self._rounds = Rounds(self, options, window)
         channel.scaling.begin_loop(self._reason_to_scale())
         self._call_next_round()
         rounds.begin_round("reached step 1 of join.iterate")
-        if rounds.fewest == 0 < rounds.steps and not self._throw:
+        if rounds.fewest == 0 < rounds.steps and not options.throw:
             self._share_template()
 
     def _read_all(self) -> int:
@@ -358,10 +356,10 @@ class Loop(Lockstep):
 
     def _share_template(self) -> None:
         """Send a batch from the lowest rank with data to ranks that never had one; an empty one for empty dummies."""
-        source = self._rounds.first_with_data
-        own = self._make_template(self.ahead.held[0][0]) if self._rank == source else None
+        channel, source = self.channel, self._rounds.first_with_data
+        own = self._make_template(self.ahead.held[0][0]) if channel.collective.rank == source else None
         try:
-            template = broadcast_tree(self.channel.collective, own, source, self.channel.roster.devices())
+            template = broadcast_tree(channel.collective, own, source, channel.roster.devices())
         except (RuntimeError, TypeError) as error:
             if is_broken(error):
                 raise  # because another rank is gone, whatever the batch is
@@ -382,7 +380,8 @@ class Loop(Lockstep):
         self._rounds.call(())
         self._rounds.begin_round("reached the end of join.iterate")
         self.end()
-        self.phase, self.ahead.loop_has_ended = Phase.OVER, True
+        self.phase = Phase.OVER
+        self.ahead.end()
         self._release()
 
     @override
@@ -537,15 +536,10 @@ class Rounds:
         lockstep: The loop, which all ranks have begun.
         options: The arguments of ``Join.iterate``.
         window: The number of steps of an accumulation window.
-        over_all_ranks: Whether a rank without data counts as if it had a batch of weight 1.
-        copies: The number of ranks that are assumed to have the same batches as each rank.
     """
 
-    def __init__(
-        self, lockstep: Lockstep, options: Options, window: int, *, over_all_ranks: bool, copies: int = 1
-    ) -> None:
+    def __init__(self, lockstep: Lockstep, options: Options, window: int) -> None:
         self._lockstep, self._options, self._window = lockstep, options, window
-        self._over_all_ranks, self._copies = over_all_ranks, copies
         channel = lockstep.channel
         self._guard, self._tally, self._world_size = channel.guard, channel.headers.tally, channel.collective.world_size
         self.size = -(-options.lookahead // window) * window
@@ -562,14 +556,13 @@ class Rounds:
         self.begun = 0
         """Number of steps of this round that were begun."""
         self._totals: list[float] = []  # for each window: the sum of the weights of its batches
-        self._is_calling = False  # whether a call was started and not read
         self._issued = lockstep.progress.issued()  # at the last call
         fold = Shares(self.size.bit_length(), options.weigh is not None)
         bits = _ISSUED_BITS + fold.count_bits + (_WEIGHT_BITS * self.size if fold.weighs else 0)
         self._roll_call = lockstep.roll_calls.roll_call((1 << bits) - 1, fold)
 
     def begin_round(self, doing: str) -> None:
-        """Wait for the current roll call, and begin the next round, which is empty if no roll call was started.
+        """Wait for the current roll call, and begin the round that it announces.
 
         Args:
             doing: The action of this rank that waits, as a predicate, for the error messages of other ranks.
@@ -578,13 +571,10 @@ class Rounds:
             PeerError: If another rank failed, or skipped a collective.
             ProtocolError: If this rank skipped a collective.
         """
-        answers = Answers(issued=0)
-        if self._is_calling:
-            started = time.monotonic()
-            answers: Answers = self._guard.wait(self._roll_call, doing, self._roll_call.result)
-            if self._lockstep.step.shadowing:
-                self._tally.idle += time.monotonic() - started
-            self._is_calling = False
+        started = time.monotonic()
+        answers: Answers = self._guard.wait(self._roll_call, doing, self._roll_call.result)
+        if self._lockstep.step.shadowing:
+            self._tally.idle += time.monotonic() - started
         if answers.issued is None:  # a rank may have skipped a collective, for which the others wait at last
             self._lockstep.meet()
         self.begun = 0
@@ -606,7 +596,7 @@ class Rounds:
 
     def _steps_to_make(self, answers: Answers) -> Sequence[Share]:
         """Return the shares of the steps to make: under ``until="first"``, only steps where all ranks have a batch."""
-        if self._options.until == "all":
+        if self._options.until == "all" or self._options.throw:  # which ends the loop earlier, with an error
             return answers.shares
         return [share for share in answers.shares if share.ranks == self._world_size]
 
@@ -617,10 +607,10 @@ class Rounds:
         if self._options.fill_window:
             self.steps = -(-self.steps // window) * window
         weights = [share.weight for share in shares]
-        if self._over_all_ranks:
+        if self._options.over_all_ranks and self._options.weigh is None:
             weights = [self._world_size] * self.steps
-        starts = range(0, self.steps, window)
-        self._totals = [float(sum(weights[start : start + window]) * self._copies) for start in starts]
+        starts, copies = range(0, self.steps, window), self._options.copies
+        self._totals = [float(sum(weights[start : start + window]) * copies) for start in starts]
 
     def next_step(self, before: Step, weight: float) -> Step:
         """Begin the next step of this round.
@@ -650,7 +640,6 @@ class Rounds:
         with profiled("roll call"):
             self._roll_call.call(number)
         self._called = len(weights)
-        self._is_calling = True
         self._tally.headers += 1
         self._tally.nbytes += self._roll_call.nbytes
 
@@ -701,12 +690,15 @@ class ReadAhead:
         self._weigh = weigh
         self.error: BaseException | None = None
         """Exception or interrupt of the loader, which is not asked for batches again."""
-        self.loop_has_ended = False
-        """Whether the loop has ended on all ranks."""
         self._has_state = callable(getattr(loader, "state_dict", None))
         self._state_at_end: Any = None
         self.state = self._copy_state() if self._has_state else None
         """The loader's state after the batch that was taken from ``held`` last."""
+
+    def end(self) -> None:
+        """Record that the loop has ended on all ranks, so that the final state of the loader counts."""
+        if self._state_at_end is not None and not self.held:
+            self.state = self._state_at_end
 
     def close(self) -> None:
         """Release the loader, so that its workers can end, and keep the batches that were read."""
@@ -746,13 +738,11 @@ class ReadAhead:
                 f"join.loader_state() needs a loader with state_dict and load_state_dict, but {self._name} has no"
                 " state_dict. Use torchdata's StatefulDataLoader, or count the batches in your loop. [J075]"
             )
-        is_final = self.loop_has_ended and self._state_at_end is not None and not self.held
-        state = self._state_at_end if is_final else self.state
-        if isinstance(state, Exception):
+        if isinstance(self.state, Exception):
             raise JoinError(
                 f"The state_dict of {self._name} raised an exception. Fix the cause shown above. [J076]"
-            ) from state
-        return state
+            ) from self.state
+        return self.state
 
     def _copy_state(self) -> object:
         """Return a copy of the loader's state, since the loader may change the object; or the exception it raised."""
@@ -781,22 +771,3 @@ def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a batch's tensor, because a loop body may change it; without its autograd graph and storage."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-# -- the result of Join.iterate ----------------------------------------------------------------------------------------
-
-
-class Batches(Iterable[T], Generic[T]):
-    """Iterable over the batches of one loop, once; its ``len`` is the number of steps that all ranks make."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self._batches: Iterator[T] | None = loop.batches()
-
-    def __iter__(self) -> Iterator[T]:
-        # No other reference to the generator may remain, because Python closes it after a ``break`` when it is dropped.
-        batches, self._batches = self._batches, None
-        return iter(()) if batches is None else batches
-
-    def __len__(self) -> int:
-        return len(self._loop)

@@ -8,7 +8,7 @@ MUTANTS = [
     # -- loops over join.iterate ---------------------------------------------------------------------------------------
     Mutant(
         "join/loop.py",
-        'if options.until == "first" or self._throw else lengths[1]',
+        'if options.until == "first" or options.throw else lengths[1]',
         'if options.until == "first" else lengths[1]',
         "tests/join/loop/test_steps.py::test_the_length_of_a_loop",
     ),
@@ -20,8 +20,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        'options = replace(options, until="all")',
-        "pass",
+        'self._options.until == "all" or self._options.throw:',
+        'self._options.until == "all":',
         "tests/join/loop/test_steps.py::test_early_termination_of_a_loop_until_the_first",
     ),
     Mutant(
@@ -32,8 +32,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "self._over_all_ranks and options.weigh is None",
-        "self._over_all_ranks",
+        "self._options.over_all_ranks and self._options.weigh is None",
+        "self._options.over_all_ranks",
         "tests/join/loop/test_steps.py::test_the_share_of_a_batch_in_its_window",
     ),
     Mutant(
@@ -98,8 +98,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "is_final = self.loop_has_ended and ",
-        "is_final = ",
+        "        self.ahead.end()\n",
+        "",
         "tests/join/loop/test_read_ahead.py::test_the_end_of_an_epoch",
     ),
     Mutant(
@@ -116,8 +116,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "copies=self._copies)",
-        "copies=1)",
+        "self._options.copies",
+        "1",
         "tests/join/loop/test_steps.py::test_the_share_of_a_batch_in_a_block_that_is_not_enabled",
     ),
     Mutant(

@@ -1,5 +1,7 @@
 """Data of one step of a loop, :class:`Step`, and the tensors in a batch: :func:`tensors_in`, :func:`map_tensors`.
 
+:func:`emptied` makes an empty dummy batch of a batch.
+
 Both functions find tensors in lists, tuples, dicts and the other containers that ``torch.utils._pytree`` knows, in
 subclasses of these, in mappings and mutable sequences of any class and in dataclasses. Other objects stay as they are.
 A container is never changed: :func:`map_tensors` builds another one, or raises an error.
@@ -91,6 +93,25 @@ def samples_in(batch: Any) -> int:
 def has_empty_tensor(batch: Any) -> bool:
     """Return whether a batch has a tensor of length 0, as an empty dummy batch has."""
     return 0 in map(len, filter(torch.Tensor.dim, tensors_in(batch)))
+
+
+def emptied(batch: Any) -> Any:
+    """Return a copy of ``batch`` without samples: tensors with dimensions have length 0 along the first one.
+
+    Other objects in the batch stay as they are. The copy holds no memory of the tensors.
+    """
+    return map_tensors(without_rows, batch)
+
+
+def without_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty copy of a batch's tensor."""
+    rows = tensor[:0] if tensor.dim() else tensor  # a mere slice would keep the storage of the tensor
+    return rows.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a batch's tensor, because a loop body may change it; without its autograd graph and storage."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _items(leaf: Any) -> list[tuple[Any, Any]]:

@@ -36,7 +36,8 @@ from join.block import OpenBlock, channels, claim, join_of, release, report_fail
 from join.collectives import Collective, SingleCollective, Work, collective_of
 from join.errors import JoinError
 from join.joinable import NothingListed
-from join.loop import Loop, Options, check_loader
+from join.loop import Loop
+from join.options import Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
@@ -466,9 +467,7 @@ class Join:
             ProtocolError: On all ranks, if some ranks leave the loop early and others do not.
             PeerError: If a rank fails, in its loader or in the loop body.
         """
-        over_all_ranks = bool(self._kwargs.get("divide_by_initial_world_size", True))
-        options = Options(until, dummy, lookahead, weigh, window, bool(fill_window), self._throw, over_all_ranks)
-        return self._iterate(loader, options)
+        return self._iterate(loader, Options(until, dummy, lookahead, weigh, window, bool(fill_window)))
 
     def _iterate(self, loader: Iterable[T], options: Options) -> Loop[T]:
         if self._scope is None:
@@ -476,6 +475,8 @@ class Join:
                 "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
             )
         check_loader(loader)
+        over_all_ranks = bool(self._kwargs.get("divide_by_initial_world_size", True))
+        options = replace(options, throw=self._throw, over_all_ranks=over_all_ranks)
         if self._block is None:  # with enable=False
             copies = self._collective.world_size
             options = replace(options, until="all", lookahead=1, fill_window=False, throw=False, copies=copies)

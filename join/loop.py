@@ -1,15 +1,13 @@
 """Loops over ``Join.iterate``, in lockstep on uneven loaders: :class:`Loop` and its parts.
 
 All ranks run the loop body the same number of times, so the body may contain any collectives. A rank that is out of
-data gets dummy batches, which weigh nothing. The file has four parts, to be read in this order:
+data gets dummy batches, which weigh nothing. The parts of a loop:
 
 - :class:`Loop` is one loop on one rank, and the result of ``Join.iterate``. It yields batches and dummy batches, and
-  begins and ends the loop.
-  :class:`Options` are the arguments of ``Join.iterate``.
-- :class:`Rounds` holds the rounds of a loop. A round is ``lookahead`` steps, rounded up to a multiple of the
-  accumulation window. In one roll call for each round, every rank announces how many batches it has and their weights,
-  and how many operations it has started on the group, which should be equal (``join.protocol.progress``).
-- :class:`ReadAhead` reads the batches of the next round, and :func:`emptied` makes an empty dummy batch of a batch.
+  begins and ends the loop. ``Lockstep``, in ``join.protocol.channel``, is its protocol.
+- ``join.rounds`` announces the batches of several steps at a time, and computes what each batch weighs.
+- ``join.read_ahead`` reads the batches of the next round.
+- ``join.options`` are the arguments of ``Join.iterate``.
 
 In a block with ``enable=False`` a loop is the same, over a collective of this rank alone, which sends nothing. Other
 ranks are then assumed to have the same batches.
@@ -59,90 +57,28 @@ generator cannot raise an exception when it is dropped. :meth:`Loop.leave` then 
 
 from __future__ import annotations
 
-import copy
-import itertools
-import struct
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from typing_extensions import override
 
 from join.agreement import check_same
-from join.arguments import checked_weight
-from join.batch import PLAIN, Step, map_tensors
+from join.batch import PLAIN, copied, map_tensors, without_rows
 from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken
-from join.collectives.plain import Exact, as_exact, exact
 from join.errors import JoinError, ProtocolError, add_note, described
+from join.options import Options
 from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep, Phase
+from join.read_ahead import ReadAhead, length_of
+from join.rounds import Rounds
 from join.transfer import broadcast_tree
 
 T = TypeVar("T")
-_WEIGHT_BITS, _ISSUED_BITS = 64, 16
-_ARGUMENTS = 6  # of Join.iterate, among the fields of Options
 _WEIGHT_OF = itemgetter(1)  # of an item of ReadAhead.held
-_WINDOW_NUMBERS = itertools.count(1)  # modules remember the number of a window from one block to the next
-
-
-@dataclass(frozen=True)
-class Options:
-    """Arguments of ``Join.iterate`` without the loader, and settings of its block.
-
-    Attributes:
-        throw: Whether all ranks raise an exception as soon as one is out of data.
-        over_all_ranks: Whether gradients are a mean over all ranks, including those without data. It has no effect if
-            batches are weighed.
-        copies: The number of ranks that are assumed to have the same batches as each rank of the loop.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument has a value that is not allowed.
-    """
-
-    until: Literal["all", "first"]
-    dummy: Literal["empty", "last"] | Callable[[Any], Any]
-    lookahead: int
-    weigh: Callable[[Any], Any] | None
-    window: int | Literal["all"]
-    fill_window: bool
-    throw: bool = False
-    over_all_ranks: bool = True
-    copies: int = 1
-
-    def __post_init__(self) -> None:
-        if self.until not in ("all", "first"):
-            raise ValueError(
-                f"until={self.until!r} is not a valid value. Pass 'all' to loop until all ranks are out of data, or"
-                " 'first' to stop as soon as one is. [J069]"
-            )
-        if self.dummy not in ("empty", "last") and not callable(self.dummy):
-            raise ValueError(
-                f"dummy={self.dummy!r} is not a valid value. Pass 'empty', 'last', or a function that returns a dummy"
-                " batch for a batch. [J070]"
-            )
-        for name, number in {"lookahead": self.lookahead, "window": 1 if self.window == "all" else self.window}.items():
-            if isinstance(number, bool) or not isinstance(number, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(
-                    f"{name}={number!r} is not a whole number of steps. Pass an integer of 1 or more. [J071]"
-                )
-            if number < 1:
-                raise ValueError(f"{name}={number} is less than one step. Pass an integer of 1 or more. [J072]")
-        if self.weigh is not None and not callable(self.weigh):
-            raise TypeError(
-                f"weigh={self.weigh!r} is not a function. Pass a function that returns the weight of a batch, such as"
-                " its number of samples. [J465]"
-            )
-
-    def to_compare(self) -> list[str]:
-        """Return texts of the arguments, which must be equal on all ranks; functions are not distinguished."""
-        arguments = list(vars(self).items())[:_ARGUMENTS]
-        return [f"{name}={'a function' if callable(value) else value}" for name, value in arguments]
 
 
 class Loop(Lockstep, Iterable[T]):
@@ -197,7 +133,12 @@ class Loop(Lockstep, Iterable[T]):
     def __len__(self) -> int:
         if self.phase is Phase.NEW:
             self._begin()
-        return _known(self._length)
+        if self._length is None:
+            raise TypeError(
+                "A loop over join.iterate has no len() because the loader of a rank has none. Pass a loader with a"
+                " length on every rank. [J466]"
+            )
+        return self._length
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -221,12 +162,12 @@ class Loop(Lockstep, Iterable[T]):
         if phase is Phase.RUNNING:
             if not self._guard.closed:
                 self.end_step()  # not below: an error in the step is handled at the end of the block
+        elif phase is Phase.NEW:
+            self._begin()
         elif phase is Phase.SUPERSEDED:
             raise JoinError(ONE_AT_A_TIME)
-        elif phase is not Phase.NEW:
+        else:
             return False
-        if phase is Phase.NEW:
-            self._begin()
         rounds = self._rounds
         if rounds.begun == rounds.steps:
             if self.step.number:
@@ -291,7 +232,7 @@ class Loop(Lockstep, Iterable[T]):
         The function that makes dummies may know how to copy a batch, so it receives the batch itself then.
         """
         try:
-            return map_tensors(_without_rows if self._options.dummy == "empty" else copied, batch)
+            return map_tensors(without_rows if self._options.dummy == "empty" else copied, batch)
         except Exception as error:
             if callable(self._options.dummy):
                 return batch
@@ -329,7 +270,8 @@ class Loop(Lockstep, Iterable[T]):
 
     def _read_all(self) -> int:
         """Read all batches; return the size of the single window: the largest number of batches on a rank."""
-        count = torch.tensor([self.ahead.read(sys.maxsize)], device="cpu")
+        self.ahead.read(sys.maxsize)
+        count = torch.tensor([len(self.ahead.held)], device="cpu")
         self._guard.wait(self.channel.collective.all_reduce(count, "max"), "has read all its batches")
         return max(int(count), 1)
 
@@ -347,16 +289,16 @@ class Loop(Lockstep, Iterable[T]):
         """Read the batches of the next round, and start the roll call that announces them."""
         ahead, held = self.ahead, self._rounds.held  # held for the current round
         if not ahead.ended:
-            ahead.read(self._rounds.size - (len(ahead.held) - held))
-        weights = list(map(_WEIGHT_OF, ahead.held))[held:]
-        if ahead.error is not None and self.channel.collective.world_size > 1:
-            self._guard.fail(ahead.error)  # now, since others wait for this rank, even if the block handles the error
-            raise ahead.error  # a rank alone first yields the batches before it
-        self._rounds.call(weights)
+            ahead.read(held + self._rounds.size)
+        error = ahead.error
+        if error is not None and self.channel.collective.world_size > 1:  # a rank alone yields the batches before it
+            cause = self._guard.fail(error)  # now, since others wait for this rank, even if the block handles the error
+            raise error if cause is None else cause from error
+        self._rounds.call(list(map(_WEIGHT_OF, ahead.held))[held:])
 
     def _share_template(self) -> None:
         """Send a batch from the lowest rank with data to ranks that never had one; an empty one for empty dummies."""
-        channel, source = self.channel, self._rounds.first_with_data
+        channel, source = self.channel, self._rounds.shares[0].first
         own = self._make_template(self.ahead.held[0][0]) if channel.collective.rank == source else None
         try:
             template = broadcast_tree(channel.collective, own, source, channel.roster.devices())
@@ -448,326 +390,3 @@ class Loop(Lockstep, Iterable[T]):
     def _release(self) -> None:
         self._template = None
         self.ahead.close()
-
-
-def check_loader(loader: Any) -> None:
-    """Raise a ``TypeError`` if a loader cannot be iterated, or would run code of the loop body too early."""
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise TypeError(f"loader={loader!r} cannot be iterated. Pass a DataLoader, a list or a generator. [J068]")
-    if getattr(loader, "__name__", "") == "log_every":  # by its name, since every project has its own MetricLogger
-        raise TypeError(
-            "log_every(...) would log each batch before the loop body runs. Write log_every(join.iterate(loader))."
-            " [J524]"
-        )
-
-
-# -- rounds ------------------------------------------------------------------------------------------------------------
-
-
-class Share(NamedTuple):
-    """Batches of one step on all ranks, or on some ranks.
-
-    Attributes:
-        ranks: The number of ranks that have a batch.
-        first: The lowest of these ranks.
-        weight: The sum of the weights of their batches.
-    """
-
-    ranks: int
-    first: int
-    weight: Exact
-
-
-class Answers(NamedTuple):
-    """Answers of all ranks, or of some ranks, to a roll call.
-
-    Attributes:
-        issued: The number of operations that each rank started on the group since the last call, modulo 65,536;
-            ``None`` if these numbers differ.
-        shares: The steps for which any rank has a batch.
-    """
-
-    issued: int | None = None
-    shares: Sequence[Share] = ()
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Fold of a roll call.
-
-    Attributes:
-        count_bits: The number of bits of an answer that hold the number of batches. Below them is the number of
-            operations that were started on the group, and above them are the weights.
-        weighs: Whether an answer has weights.
-    """
-
-    count_bits: int
-    weighs: bool
-
-    def of(self, answer: int, rank: int, /) -> Answers:
-        """Return one rank's answer."""
-        issued, answer = answer & (1 << _ISSUED_BITS) - 1, answer >> _ISSUED_BITS
-        batches = answer & (1 << self.count_bits) - 1
-        if not self.weighs:
-            return Answers(issued, [Share(1, rank, 1)] * batches)
-        weights = (answer >> self.count_bits).to_bytes(8 * batches, "little")
-        return Answers(issued, [Share(1, rank, exact(weight)) for weight in struct.unpack(f"<{batches}d", weights)])
-
-    def combined(self, one: Answers, other: Answers, /) -> Answers:
-        """Return the answers of two sets of ranks together."""
-        longer, shorter = sorted((one.shares, other.shares), key=len, reverse=True)
-        both = [
-            Share(a.ranks + b.ranks, min(a.first, b.first), a.weight + b.weight)
-            for a, b in zip(longer, shorter, strict=False)
-        ]
-        issued = one.issued if one.issued == other.issued else None
-        return Answers(issued, [*both, *longer[len(shorter) :]])
-
-    def restored(self, result: list[Any], /) -> Answers:
-        """Return answers after a message."""
-        issued, shares = result
-        return Answers(issued, [Share(ranks, first, as_exact(weight)) for ranks, first, weight in shares])
-
-
-class Rounds:
-    """Rounds of one loop, and the roll calls of its ranks.
-
-    Args:
-        lockstep: The loop, which all ranks have begun.
-        options: The arguments of ``Join.iterate``.
-        window: The number of steps of an accumulation window.
-    """
-
-    def __init__(self, lockstep: Lockstep, options: Options, window: int) -> None:
-        self._lockstep, self._options, self._window = lockstep, options, window
-        channel = lockstep.channel
-        self._guard, self._tally, self._world_size = channel.guard, channel.headers.tally, channel.collective.world_size
-        self.size = -(-options.lookahead // window) * window
-        """Largest number of batches that a rank may have for a round, which are read ahead for it: whole windows."""
-        self._answers = Answers()  # of all ranks, for this round
-        self._shares: Sequence[Share] = ()  # those of its steps that are made
-        self._called = 0  # the number of batches that this rank announced for the next round
-        self.held = 0
-        """Number of batches that this rank has for this round."""
-        self.own_batches = 0
-        """Number of these batches that are trained on."""
-        self.steps = 0
-        """Number of steps in this round."""
-        self.begun = 0
-        """Number of steps of this round that were begun."""
-        self._totals: list[float] = []  # for each window: the sum of the weights of its batches
-        self._issued = lockstep.progress.issued()  # at the last call
-        fold = Shares(self.size.bit_length(), options.weigh is not None)
-        bits = _ISSUED_BITS + fold.count_bits + (_WEIGHT_BITS * self.size if fold.weighs else 0)
-        self._roll_call = lockstep.roll_calls.roll_call((1 << bits) - 1, fold)
-
-    def begin_round(self, doing: str) -> None:
-        """Wait for the current roll call, and begin the round that it announces.
-
-        Args:
-            doing: The action of this rank that waits, as a predicate, for the error messages of other ranks.
-
-        Raises:
-            PeerError: If another rank failed, or skipped a collective.
-            ProtocolError: If this rank skipped a collective.
-        """
-        started = time.monotonic()
-        answers: Answers = self._guard.wait(self._roll_call, doing, self._roll_call.result)
-        if self._lockstep.step.shadowing:
-            self._tally.idle += time.monotonic() - started
-        if answers.issued is None:  # a rank may have skipped a collective, for which the others wait at last
-            self._lockstep.meet()
-        self.begun = 0
-        self.held, self._called = self._called, 0
-        if answers is not self._answers:  # a roll call returns the same object while its answers stay the same
-            self._answers = answers
-            self._plan_round()
-        self.own_batches = min(self.held, len(self._shares))
-
-    @property
-    def fewest(self) -> int:
-        """Smallest number of batches that any rank has in this round."""
-        return sum(share.ranks == self._world_size for share in self._shares)
-
-    @property
-    def first_with_data(self) -> int:
-        """Lowest rank that has a batch in this round."""
-        return self._shares[0].first
-
-    def _steps_to_make(self, answers: Answers) -> Sequence[Share]:
-        """Return the shares of the steps to make: under ``until="first"``, only steps where all ranks have a batch."""
-        if self._options.until == "all" or self._options.throw:  # which ends the loop earlier, with an error
-            return answers.shares
-        return [share for share in answers.shares if share.ranks == self._world_size]
-
-    def _plan_round(self) -> None:
-        """Compute the number of steps of the round, and the total weight of each of its windows."""
-        window, shares = self._window, self._steps_to_make(self._answers)
-        self._shares, self.steps = shares, len(shares)
-        if self._options.fill_window:
-            self.steps = -(-self.steps // window) * window
-        weights = [share.weight for share in shares]
-        if self._options.over_all_ranks and self._options.weigh is None:
-            weights = [self._world_size] * self.steps
-        starts, copies = range(0, self.steps, window), self._options.copies
-        self._totals = [float(sum(weights[start : start + window]) * copies) for start in starts]
-
-    def next_step(self, before: Step, weight: float) -> Step:
-        """Begin the next step of this round.
-
-        Args:
-            before: The step before it.
-            weight: The weight of this rank's batch, if it has one.
-        """
-        index = self.begun
-        self.begun, shadowing = index + 1, index >= self.own_batches
-        step = Step(in_loop=True, number=before.number + 1, shadowing=shadowing, first_with_data=before.first_with_data)
-        step.weight, step.total = 0.0 if shadowing else weight, self._totals[index // self._window]
-        step.window = next(_WINDOW_NUMBERS) if before.ends_window else before.window
-        step.ends_window = self.begun % self._window == 0 or self.begun == self.steps
-        if index < len(self._shares):  # if not, the step only fills a window
-            step.contributors, step.first_with_data, _ = self._shares[index]
-        return step
-
-    # -- roll calls ---------------------------------------------------------------------------------------------------
-
-    def call(self, weights: Sequence[float]) -> None:
-        """Start a roll call, in which this rank announces batches with these ``weights``."""
-        number, before, self._issued = len(weights), self._issued, self._lockstep.progress.issued()
-        if self._options.weigh is not None:
-            number |= int.from_bytes(struct.pack(f"<{len(weights)}d", *weights), "little") << self.size.bit_length()
-        number = number << _ISSUED_BITS | self._issued - before & (1 << _ISSUED_BITS) - 1
-        with profiled("roll call"):
-            self._roll_call.call(number)
-        self._called = len(weights)
-        self._tally.headers += 1
-        self._tally.nbytes += self._roll_call.nbytes
-
-    def is_last(self, doing: str) -> bool:
-        """Return whether this round is the last one, after waiting for the roll call, which remains to be read."""
-        return not self._steps_to_make(self._guard.wait(self._roll_call, doing, self._roll_call.result))
-
-
-# -- reading ahead -----------------------------------------------------------------------------------------------------
-
-
-def length_of(loader: Iterable[Any]) -> int | None:
-    """Return the number of batches of a loader, or ``None`` if it has no length."""
-    try:
-        return len(loader)  # pyright: ignore[reportArgumentType]
-    except (TypeError, NotImplementedError):  # a DataLoader raises the error of its data set or sampler
-        return None
-
-
-def _known(length: int | None) -> int:
-    if length is None:
-        raise TypeError(
-            "A loop over join.iterate has no len() because the loader of a rank has none. Pass a loader with a length"
-            " on every rank. [J466]"
-        )
-    return length
-
-
-class ReadAhead:
-    """Batches of one rank that were read and not yet used.
-
-    A loader with ``state_dict`` is asked for its state after each batch, because it has no record of earlier states.
-
-    Args:
-        loader: Any iterable of batches.
-        weigh: A function that returns the weight of a batch; with ``None``, every batch weighs 1.
-    """
-
-    def __init__(self, loader: Iterable[Any], weigh: Callable[[Any], Any] | None) -> None:
-        self._loader: Iterable[Any] | None = loader
-        self._name = type(loader).__name__
-        self._source: Iterator[Any] = iter(loader)
-        self.ended = False
-        """Whether the loader has no batches beyond those read."""
-        self.held: deque[tuple[Any, float, Any]] = deque()
-        """Batches that were read and not yet used, the oldest first; each with its weight, and the loader's state after
-        it if the loader has one."""
-        self._weigh = weigh
-        self.error: BaseException | None = None
-        """Exception or interrupt of the loader, which is not asked for batches again."""
-        self._has_state = callable(getattr(loader, "state_dict", None))
-        self._state_at_end: Any = None
-        self.state = self._copy_state() if self._has_state else None
-        """The loader's state after the batch that was taken from ``held`` last."""
-
-    def end(self) -> None:
-        """Record that the loop has ended on all ranks, so that the final state of the loader counts."""
-        if self._state_at_end is not None and not self.held:
-            self.state = self._state_at_end
-
-    def close(self) -> None:
-        """Release the loader, so that its workers can end, and keep the batches that were read."""
-        self.ended, self._loader, self._source = True, None, iter(())
-
-    def read(self, wanted: int) -> int:
-        """Read up to ``wanted`` more batches; return how many there were."""
-        for count in range(wanted):
-            if self.ended:
-                return count
-            try:
-                batch = next(self._source, self)
-                if batch is self:  # the default of next(), so the loader has no more batches
-                    self.ended = True
-                    if self._has_state:
-                        self._state_at_end = self._copy_state()
-                    return count
-                weight = 1.0 if self._weigh is None else checked_weight(self._weigh(batch), "weigh(batch)")
-                self.held.append((batch, weight, self._copy_state() if self._has_state else None))
-            except BaseException as error:  # even Ctrl-C, which usually arrives here, so that other ranks get it
-                self.ended, self.error = True, error
-                return count
-        return wanted
-
-    def loader_state(self) -> Any:
-        """Return the loader's state as of the batch that was taken last.
-
-        Once the loop has ended and all batches were taken, this is the loader's final state. From its final state, a
-        loader usually begins its next epoch.
-
-        Raises:
-            TypeError: If the loader has no ``state_dict``.
-            JoinError: If ``state_dict`` raised an exception.
-        """
-        if not self._has_state:
-            raise TypeError(
-                f"join.loader_state() needs a loader with state_dict and load_state_dict, but {self._name} has no"
-                " state_dict. Use torchdata's StatefulDataLoader, or count the batches in your loop. [J075]"
-            )
-        if isinstance(self.state, Exception):
-            raise JoinError(
-                f"The state_dict of {self._name} raised an exception. Fix the cause shown above. [J076]"
-            ) from self.state
-        return self.state
-
-    def _copy_state(self) -> object:
-        """Return a copy of the loader's state, since the loader may change the object; or the exception it raised."""
-        try:
-            return copy.deepcopy(cast("Any", self._loader).state_dict())
-        except Exception as error:  # raised only if the user asks for the state
-            return error
-
-
-# -- dummies ----------------------------------------------------------------------------------------------------------
-
-
-def emptied(batch: Any) -> Any:
-    """Return a copy of ``batch`` without samples: tensors with dimensions have length 0 along the first one.
-
-    Other objects in the batch stay as they are. The copy holds no memory of the tensors.
-    """
-    return map_tensors(_without_rows, batch)
-
-
-def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
-    rows = tensor[:0] if tensor.dim() else tensor  # a mere slice would keep the storage of the tensor
-    return rows.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a batch's tensor, because a loop body may change it; without its autograd graph and storage."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -578,8 +578,6 @@ class Lockstep(ABC):
             PeerError: If another rank left it alone, failed, or disappeared.
             JoinTimeoutError: If another rank does not arrive within ``timeout``.
         """
-        if self.channel.collective.world_size == 1:
-            return
         try:
             with profiled("wait"):
                 self._wait_until_all_have_left()
@@ -588,15 +586,13 @@ class Lockstep(ABC):
 
     def _wait_until_all_have_left(self) -> None:
         peers, timeout = self._guard.peers, self._guard.timeout
-        pause, started = 1e-3, time.monotonic()
-        while True:
+        others, pause, started = dict[int, Progress](), 0.0, time.monotonic()
+        while not self.progress.all_have_left_here(others):
+            time.sleep(pause)
+            pause = min(2 * pause + 1e-3, TIMEOUTS.look)
             others = peers.ask()
             self.progress.look_for_skipped(others)
-            if self.progress.all_have_left_here(others):
-                return
             peers.look()
             peers.look_for_silent(others)
             if timeout is not None and time.monotonic() - started > timeout:
                 raise self._guard.timeout_error()
-            time.sleep(pause)
-            pause = min(2 * pause, TIMEOUTS.look)

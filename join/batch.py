@@ -25,7 +25,7 @@ class Step:
     """Step of a loop over ``Join.iterate``. The defaults are the values outside a loop.
 
     Attributes:
-        in_loop: Whether this rank is in the body of a loop, where all ranks run every burst themselves.
+        in_loop: Whether this rank is in the body of a loop, whose bursts all ranks run themselves.
         number: The number of the step, counted from 1; 0 while the loop begins.
         shadowing: Whether this rank has a dummy batch, because it has no data in this step.
         is_empty: Whether this dummy batch has no samples.

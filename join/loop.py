@@ -5,7 +5,7 @@ data gets dummy batches, which weigh nothing. The parts of a loop:
 
 - :class:`Loop` is one loop on one rank, and the result of ``Join.iterate``. It yields batches and dummy batches, and
   begins and ends the loop. ``Lockstep``, in ``join.protocol.channel``, is its protocol.
-- ``join.rounds`` announces the batches of several steps at a time, and computes what each batch weighs.
+- ``join.rounds`` announces the batches of several steps at a time, and adds up their weights.
 - ``join.read_ahead`` reads the batches of the next round.
 - ``join.options`` are the arguments of ``Join.iterate``.
 
@@ -66,11 +66,10 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import override
 
-from join.agreement import check_same
 from join.batch import PLAIN, copied, map_tensors, without_rows
 from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken
-from join.errors import JoinError, ProtocolError, add_note, described
+from join.errors import JoinError, add_note, described
 from join.options import Options
 from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep, Phase
 from join.read_ahead import ReadAhead, length_of
@@ -250,12 +249,7 @@ class Loop(Lockstep, Iterable[T]):
         del self.on_begin  # which refers to the Join, which refers to this loop
         channel, options = self.channel, self._options
         self.begin()
-        try:
-            lengths = check_same(
-                channel.collective, "join.iterate", options.to_compare(), self._guard.wait, self._own_length
-            )
-        except ProtocolError as error:
-            self._guard.close_and_raise(error)
+        lengths = channel.check_same("join.iterate", options.to_compare(), self._own_length)
         window = self._read_all() if options.window == "all" else options.window
         if lengths is not None:
             self._length = lengths[0] if options.until == "first" or options.throw else lengths[1]
@@ -291,7 +285,7 @@ class Loop(Lockstep, Iterable[T]):
         if not ahead.ended:
             ahead.read(held + self._rounds.size)
         error = ahead.error
-        if error is not None and self.channel.collective.world_size > 1:  # a rank alone yields the batches before it
+        if error is not None and self.channel.collective.world_size > 1:  # a single rank yields the batches before it
             cause = self._guard.fail(error)  # now, since others wait for this rank, even if the block handles the error
             raise error if cause is None else cause from error
         self._rounds.call(list(map(_WEIGHT_OF, ahead.held))[held:])

@@ -409,23 +409,22 @@ class Channel:
         """Continue with the plain part of the block, after a loop that has ended on all ranks."""
         self._last_place = loop.progress.place()._replace(headers=self.headers.tally.headers)
         self._last_step = loop.last_with_data
-        self.headers.leader = 0  # of what follows in the block, in which all ranks are
+        self.headers.leader = 0  # in the rest of the block, which all ranks reach
         if self.late_use is not None:
             self.late_use.end_loop()
         self._outstanding = []  # in a loop, the body may skip followers
         self.loop, self.step = None, PLAIN
 
-    def check_equal(self, values: Values) -> None:
-        """Check that all ranks hold the same values; called in the same place on all ranks.
-
-        Args:
-            values: The values of this rank.
+    def check_same(
+        self, doing: str, parts: Sequence[str] = (), length: int | None = None, values: Values = ()
+    ) -> tuple[int, int] | None:
+        """Check that all ranks hold the same values, as ``join.agreement.check_same`` does.
 
         Raises:
-            ProtocolError: If ranks hold different values. All ranks raise it.
+            ProtocolError: If they do not. All ranks raise it, and the block has ended.
         """
         try:
-            check_same(self.collective, "compares its state", (), self.guard.wait, values=values)
+            return check_same(self.collective, doing, parts, self.guard.wait, length, values)
         except ProtocolError as error:
             self.guard.close_and_raise(error)
 
@@ -488,8 +487,6 @@ class Lockstep(ABC):
             PeerError: If a rank has failed.
         """
         channel, collective = self.channel, self.channel.collective
-        if self._guard.closed:
-            self._guard.raise_closed()
         if channel.step.in_loop:
             raise JoinError(ONE_AT_A_TIME)
         channel.prepare()
@@ -552,11 +549,11 @@ class Lockstep(ABC):
             ProtocolError: If ranks hold different values. All ranks raise it.
         """
         self.end_step()
+        # The last step had data there. Even without a burst, its forwards may have changed buffers.
         channel, source = self.channel, self.last_with_data.first_with_data
         channel.exit_loop(self)
         listed = [member.joinable for member in channel.roster.listed]
-        channel.check_equal(values_of(listed))
-        # Also if the last step had no burst: its forwards may have changed buffers.
+        channel.check_same("compares its state", values=values_of(listed))
         tensors = [tensor for joinable in listed for tensor in joinable.own_tensors()]
         channel.synchronise_own(OwnTensors(channel.collective, tensors, source, ()), channel.roster.listed, source)
 

@@ -171,8 +171,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "self.headers.leader = 0  # of what follows",
-        "pass  # of what follows",
+        "self.headers.leader = 0  # in the rest",
+        "pass  # in the rest",
         "tests/joinables/ddp/test_buffers.py::test_statistics_of_plain_steps_after_a_loop",
     ),
     Mutant(
@@ -225,7 +225,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "        channel.check_equal(values_of(listed))\n",
+        '        channel.check_same("compares its state", values=values_of(listed))\n',
         "",
         "tests/join/loop/test_steps.py::test_values_are_compared_at_the_end_of_each_loop",
     ),

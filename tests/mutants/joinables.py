@@ -275,8 +275,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/zero.py",
-        "        self._channel.check_equal([(self.join_name, group_values(self._stepped_by))])",
-        "        pass",
+        'self._channel.check_same("compares its state", values=[(self.join_name, group_values(self._stepped_by))])',
+        "pass",
         "tests/joinables/test_zero.py::test_a_rank_that_leaves_before_a_step_that_others_make_at_another_rate",
     ),
     Mutant(

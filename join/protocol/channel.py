@@ -153,6 +153,8 @@ class Channel:
     def close(self, scope: Scope) -> None:
         """Remove the members of a block that is left."""
         self.has_run_out = False  # a block around this one may continue
+        if self.loop is not None and self.loop.phase is Phase.OVER:  # with an error
+            self.loop, self.step = None, PLAIN
         scopes = tuple(other for other in self.roster.scopes if other is not scope)
         self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
         for member in scope.announcing:  # otherwise they and the last header refer to each other

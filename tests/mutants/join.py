@@ -144,7 +144,25 @@ MUTANTS = [
         "",
         "tests/joinables/ddp/test_buffers.py::test_statistics_in_a_plain_block_inside_a_loop",
     ),
+    Mutant(
+        "join/loop.py",
+        "cause = self._guard.fail(error)",
+        "cause = None",
+        "tests/join/loop/test_state.py::test_an_error_of_a_loader_ends_the_block_even_if_its_rank_handles_it",
+    ),
+    Mutant(
+        "join/loop.py",
+        "if self.phase is Phase.RUNNING:  # after a break",
+        "if False:  # after a break",
+        "tests/join/loop/test_state.py::test_after_a_loop_a_block_is_plain",
+    ),
     # -- the channel ---------------------------------------------------------------------------------------------------
+    Mutant(
+        "join/protocol/channel.py",
+        "            self.loop, self.step = None, PLAIN\n        scopes",
+        "            pass\n        scopes",
+        "tests/join/loop/test_state.py::test_a_block_around_a_block_whose_loop_failed_is_plain",
+    ),
     Mutant(
         "join/protocol/channel.py",
         "        self.flush(complete=False)\n",

@@ -115,3 +115,14 @@ def test_a_loader_that_asks_for_the_last_step_before_the_first() -> None:
             return list(join.iterate((join.is_last_step for _ in range(2)), window="all"))
 
     assert run_threads(2, run) == [[False, False]] * 2
+
+
+def test_a_block_around_a_block_whose_loop_failed_is_plain() -> None:
+    def run(collective: ThreadCollective) -> Any:
+        with pytest.raises(JoinError, match="J063"), Join([Leading(collective)]) as outer:
+            with suppress(OSError), Join([Leading(collective)]) as join:
+                for _ in join.iterate(range(2)):
+                    raise OSError("disk")
+            assert seen(outer) == PLAIN
+
+    run_threads(2, run)

@@ -151,7 +151,8 @@ class Loop(Lockstep, Iterable[T]):
                 yield self._make_dummy() if self.step.shadowing else self._next_batch()
         finally:
             if self.phase is Phase.RUNNING:  # after a break, or an error that the block may handle
-                self.mark_left()  # it leaves later, because an exception here would be lost
+                # It leaves the loop before its next announcement, because an exception here would be lost.
+                self.phase, self.channel.step = Phase.LEFT, PLAIN
 
     # After a step's arithmetic the caches are cold, and each call here costs microseconds. So there are few calls.
 
@@ -177,7 +178,7 @@ class Loop(Lockstep, Iterable[T]):
                 self._end()
                 return False
         if not rounds.begun:
-            self._call_next_round()
+            self._call_next_round(len(self.ahead.held))
         if self._options.throw and rounds.begun >= rounds.fewest:
             self._guard.raise_early_termination(exhausted=rounds.own_batches <= rounds.begun)
         self._enter_step()
@@ -257,7 +258,7 @@ class Loop(Lockstep, Iterable[T]):
                 self._length = -(-self._length // window) * window
         rounds = self._rounds = Rounds(self, options, window)
         channel.scaling.begin_loop(self._reason_to_scale())
-        self._call_next_round()
+        self._call_next_round(0)
         rounds.begin_round("reached step 1 of join.iterate")
         if rounds.fewest == 0 < rounds.steps and not options.throw:
             self._share_template()
@@ -279,9 +280,13 @@ class Loop(Lockstep, Iterable[T]):
         names = [each.join_name for each in listed if each.needs_scale or each.mixes_ranks]
         return f"nothing else weighs the gradients of {names[0]}" if names else ""
 
-    def _call_next_round(self) -> None:
-        """Read the batches of the next round, and start the roll call that announces them."""
-        ahead, held = self.ahead, self._rounds.held  # held for the current round
+    def _call_next_round(self, held: int) -> None:
+        """Read the batches of the next round, and start the roll call that announces them.
+
+        Args:
+            held: The number of batches that were read before, for the current round.
+        """
+        ahead = self.ahead
         if not ahead.ended:
             ahead.read(held + self._rounds.size)
         error = ahead.error

@@ -108,11 +108,9 @@ class Rounds:
         self._answers = Answers()  # of all ranks, for this round
         self.shares: Sequence[Share] = ()
         """Shares of the steps of this round, without steps that only fill a window."""
-        self._called = 0  # the number of batches that this rank announced for the next round
-        self.held = 0
-        """Number of batches that this rank has for this round."""
+        self._called = 0  # the number of batches that this rank announced in the last roll call
         self.own_batches = 0
-        """Number of these batches that are trained on."""
+        """Number of steps of this round in which this rank has data."""
         self.steps = 0
         """Number of steps in this round."""
         self.begun = 0
@@ -140,11 +138,10 @@ class Rounds:
         if answers.issued is None:  # a rank may have skipped a collective, for which the others wait at last
             self._lockstep.meet()
         self.begun = 0
-        self.held, self._called = self._called, 0
         if answers is not self._answers:  # a roll call returns the same object while its answers stay the same
             self._answers = answers
             self._plan_round()
-        self.own_batches = min(self.held, len(self.shares))
+        self.own_batches = min(self._called, len(self.shares))
 
     @property
     def fewest(self) -> int:

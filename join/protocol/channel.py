@@ -489,6 +489,8 @@ class Lockstep(ABC):
             PeerError: If a rank has failed.
         """
         channel, collective = self.channel, self.channel.collective
+        if self._guard.closed:
+            self._guard.raise_closed()
         if channel.step.in_loop:
             raise JoinError(ONE_AT_A_TIME)
         channel.prepare()
@@ -561,13 +563,9 @@ class Lockstep(ABC):
 
     # -- left by ``break`` --------------------------------------------------------------------------------------------
 
-    def mark_left(self) -> None:
-        """Record that this rank left the body by ``break``; :meth:`leave` follows before anything is announced."""
-        self.phase, self.channel.step = Phase.LEFT, PLAIN
-
     @abstractmethod
     def leave(self) -> None:
-        """End the loop before its end, together with all ranks, as if this rank were still in the body."""
+        """End a loop that this rank has left by ``break``, together with all ranks, before anything is announced."""
 
     def agree_to_leave(self) -> None:
         """Wait until all ranks have left the loop in the same place before its end.

@@ -1,5 +1,7 @@
 """Data of one step of a loop, :class:`Step`, and the tensors in a batch: :func:`tensors_in`, :func:`map_tensors`.
 
+:func:`emptied` makes an empty dummy batch of a batch.
+
 Both functions find tensors in lists, tuples, dicts and the other containers that ``torch.utils._pytree`` knows, in
 subclasses of these, in mappings and mutable sequences of any class and in dataclasses. Other objects stay as they are.
 A container is never changed: :func:`map_tensors` builds another one, or raises an error.
@@ -10,7 +12,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from enum import Enum, auto
 from typing import Any, cast
 
 import torch
@@ -19,43 +20,40 @@ from join.collectives._torch_private import pytree
 from join.errors import described
 
 
-class StepBatch(Enum):
-    """Kind of batch that this rank has in a step of a loop over ``Join.iterate``."""
-
-    DATA = auto()
-    """A batch of its own. This is the value outside such loops, too."""
-    LAST = auto()
-    """A batch of its own, perhaps its last one."""
-    EMPTY = auto()
-    """A dummy without samples."""
-    DUMMY = auto()
-    """A dummy with samples."""
-
-
 @dataclasses.dataclass(slots=True)
 class Step:
     """Step of a loop over ``Join.iterate``. The defaults are the values outside a loop.
 
     Attributes:
-        number: The number of steps of the loop that this rank has begun.
-        batch: The kind of batch that this rank has in this step.
-        shadowing: Whether that is a dummy batch, because this rank has no data in this step.
+        in_loop: Whether this rank is in the body of a loop, whose bursts all ranks run themselves.
+        number: The number of the step, counted from 1; 0 while the loop begins.
+        shadowing: Whether this rank has a dummy batch, because it has no data in this step.
+        is_empty: Whether this dummy batch has no samples.
+        may_be_last: Whether this rank has data, and perhaps its last batch.
         contributors: The number of ranks that have data in this step. Outside a loop it is 0, and headers count the
             ranks that contribute to a burst.
-        first_with_data: The lowest rank that has data in this step.
+        first_with_data: The lowest rank that has data in this step; if no rank has, in the last step with data.
         weight: The weight of this rank's batch; 0 for a dummy batch.
         total: The sum of the weights of all ranks' batches, over all steps of the accumulation window of this step.
+        window: The number of this accumulation window, which no other window of this process has.
         ends_window: Whether this step is the last one of its accumulation window.
     """
 
+    in_loop: bool = False
     number: int = 0
-    batch: StepBatch = StepBatch.DATA
     shadowing: bool = False
+    is_empty: bool = False
+    may_be_last: bool = False
     contributors: int = 0
     first_with_data: int = 0
     weight: float = 1.0
     total: float = 1.0
+    window: int = 0
     ends_window: bool = True
+
+
+PLAIN = Step()
+"""Step outside the bodies of loops."""
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
@@ -95,6 +93,25 @@ def samples_in(batch: Any) -> int:
 def has_empty_tensor(batch: Any) -> bool:
     """Return whether a batch has a tensor of length 0, as an empty dummy batch has."""
     return 0 in map(len, filter(torch.Tensor.dim, tensors_in(batch)))
+
+
+def emptied(batch: Any) -> Any:
+    """Return a copy of ``batch`` without samples: tensors with dimensions have length 0 along the first one.
+
+    Other objects in the batch stay as they are. The copy holds no memory of the tensors.
+    """
+    return map_tensors(without_rows, batch)
+
+
+def without_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty copy of a batch's tensor."""
+    rows = tensor[:0] if tensor.dim() else tensor  # a mere slice would keep the storage of the tensor
+    return rows.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a batch's tensor, because a loop body may change it; without its autograd graph and storage."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _items(leaf: Any) -> list[tuple[Any, Any]]:

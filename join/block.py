@@ -45,7 +45,7 @@ from join.collectives.board import Progress
 from join.errors import JoinError, PeerError, ProtocolError, add_note
 from join.failure.peers import Peers
 from join.joinable import Joinable, JoinConfig
-from join.loop import Iteration
+from join.loop import Loop
 from join.protocol.channel import Channel, Outcome
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport, RankReport
@@ -140,8 +140,8 @@ class OpenBlock:
 
     def __init__(self, collective: Collective, scope: Scope) -> None:
         self._collective, self._scope = collective, scope
-        for outer in channels.values():
-            if outer.lockstep is None and _would_block(outer.collective, collective):
+        for outer in list(channels.values()):  # ranks may be threads, which open blocks meanwhile
+            if not outer.step.in_loop and _would_block(outer.collective, collective):
                 raise JoinError(
                     f"A block on {collective.world_size} ranks was entered inside a plain block on another group of"
                     f" {outer.collective.world_size} ranks, so ranks could wait for each other forever. Leave the outer"
@@ -247,7 +247,7 @@ class OpenBlock:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def end(self, error: BaseException | None, loop: Iteration | None) -> Callable[[], JoinReport] | None:
+    def end(self, error: BaseException | None, loop: Loop[Any] | None) -> Callable[[], JoinReport] | None:
         """Shadow the other ranks until all are out of data, then synchronise; called when the user's code has ended.
 
         Args:
@@ -263,13 +263,13 @@ class OpenBlock:
         if self.channel.guard.is_fork:
             return None
         if error is not None:
-            if loop is not None and loop.running:
-                loop.fail(error)
+            if loop is not None:
+                loop.close(error)
             self._fail(error)
             return None
         try:
-            if loop is not None and loop.running:
-                loop.leave()
+            if loop is not None:
+                loop.close(None)
             out_of_data_at = time.monotonic() if loop is None or loop.joined_at is None else loop.joined_at
             return self._finish(self.channel.drain(), out_of_data_at)
         except BaseException as failure:

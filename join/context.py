@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -30,12 +31,13 @@ from join.arguments import (
     hook_of,
     listed,
 )
-from join.batch import Step
+from join.batch import PLAIN, Step
 from join.block import OpenBlock, channels, claim, join_of, release, report_failed_entry
-from join.collectives import Collective, Work, collective_of
+from join.collectives import Collective, SingleCollective, Work, collective_of
 from join.errors import JoinError
 from join.joinable import NothingListed
-from join.loop import Batches, Iteration, LoopAlone, Options, check_loader
+from join.loop import Loop
+from join.options import Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
@@ -108,6 +110,9 @@ class Join:
     _enable, _group, _objects = True, None, ()
     _block: OpenBlock | None = None  # while the block is open, if it does anything
     _scope: Scope | None = None  # while the block is open
+    _channel: Channel | None = (
+        None  # meanwhile; in a block that does nothing, from its first loop on, of this rank alone
+    )
     _weight: float | None = None  # outside a block, and at the beginning of each block
 
     def __init__(
@@ -131,7 +136,6 @@ class Join:
             check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
             self._throw, self._kwargs = throw_on_early_termination, kwargs
             self._divisor = checked_divisor(loss_divided_by)
-            self._over_all_ranks = bool(kwargs.get("divide_by_initial_world_size", True))
         except BaseException as error:
             self._give_up(error)
             raise
@@ -140,7 +144,7 @@ class Join:
         """Make new joinables for the objects, and forget the report: both belong to the previous block."""
         self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
-        self._loop: Iteration | LoopAlone | None = None  # that began last
+        self._loop: Loop[Any] | None = None  # that began last
         self._report: Callable[[], JoinReport] | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -241,13 +245,13 @@ class Join:
             JoinError: On setting it in a loop over :meth:`iterate`.
         """
         step = self._step
-        if step is not None:
+        if step.in_loop:
             return step.weight
         return self._weight if self._scope is None else self._scope.weight
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
-        if self._step is not None:
+        if self._step.in_loop:
             raise JoinError(
                 f"join.weight={weight!r} was set in a loop over join.iterate, which needs all weights before a step."
                 " Pass join.iterate(loader, weigh=function), with 0 for a batch that does not count. [J468]"
@@ -296,7 +300,7 @@ class Join:
             )
         if block is not None and block.channel.guard.is_fork:
             block.channel.guard.raise_closed()
-        if step is not None:
+        if step.in_loop:
             engine = self._collective.world_size if divided_over is None else checked_divided_over(divided_over)
             for joinable in self._joinables if divided_over is None else ():
                 if joinable.needs_scale:
@@ -319,11 +323,9 @@ class Join:
         return scaling.scale(loss, weight * self._divisor, scaling.unit)
 
     @property
-    def _step(self) -> Step | None:
-        """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``None``."""
-        if self._block is None:  # with enable=False, or outside a block
-            return self._loop.step if isinstance(self._loop, LoopAlone) else None
-        return None if self._block.channel.lockstep is None else self._block.channel.step
+    def _step(self) -> Step:
+        """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``PLAIN``."""
+        return PLAIN if self._channel is None else self._channel.step
 
     @property
     def ends_window(self) -> bool:
@@ -339,8 +341,7 @@ class Join:
                     optimizer.step()
                     optimizer.zero_grad()
         """
-        step = self._step
-        return step is None or step.ends_window
+        return self._step.ends_window
 
     @property
     def shadowing(self) -> bool:
@@ -355,7 +356,7 @@ class Join:
                 if not join.shadowing:
                     count += len(x)
         """
-        return self._block is not None and self._block.channel.step.shadowing
+        return self._step.shadowing
 
     @property
     def is_last_step(self) -> bool:
@@ -422,7 +423,7 @@ class Join:
         weigh: Callable[[T], float] | None = None,
         window: int | Literal["all"] = 1,
         fill_window: bool = False,
-    ) -> Batches[T]:
+    ) -> Loop[T]:
         """Iterate over ``loader`` in lockstep: all ranks run the loop body the same number of times.
 
         The loop body may therefore contain any collectives: of the model, of metrics, of gradient clipping. It must do
@@ -468,23 +469,25 @@ class Join:
         """
         return self._iterate(loader, Options(until, dummy, lookahead, weigh, window, bool(fill_window)))
 
-    def _iterate(self, loader: Iterable[T], options: Options) -> Batches[T]:
+    def _iterate(self, loader: Iterable[T], options: Options) -> Loop[T]:
         if self._scope is None:
             raise JoinError(
                 "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
             )
         check_loader(loader)
-        scope, block = self._scope, self._block
-        loop = (
-            LoopAlone(loader, options, self._collective.world_size)
-            if block is None  # with enable=False
-            else Iteration(block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks)
-        )
+        over_all_ranks = bool(self._kwargs.get("divide_by_initial_world_size", True))
+        options = replace(options, throw=self._throw, over_all_ranks=over_all_ranks)
+        if self._block is None:  # with enable=False
+            copies = self._collective.world_size
+            options = replace(options, until="all", lookahead=1, fill_window=False, throw=False, copies=copies)
+        if self._channel is None:
+            self._channel = Channel(SingleCollective())
+            self._channel.agree()
+        loop = Loop(self._channel, loader, options)
+        loop.on_begin = partial(self._begin, self._scope)
+        return loop
 
-        loop.on_begin = partial(self._begin, scope)
-        return Batches(loop)
-
-    def _begin(self, scope: Scope, loop: Iteration | LoopAlone) -> None:
+    def _begin(self, scope: Scope, loop: Loop[Any]) -> None:
         """Make a loop, which begins now, the current one of its block."""
         if self._scope is not scope:
             raise JoinError(
@@ -505,8 +508,8 @@ class Join:
     @property
     def channel(self) -> Channel:
         """Protocol of this block's process group, on which a :class:`Burst` announces."""
-        assert self._block is not None
-        return self._block.channel
+        assert self._channel is not None
+        return self._channel
 
     @property
     def collective(self) -> Collective:
@@ -578,6 +581,7 @@ class Join:
         members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
         self._scope = Scope(members, self._throw, self._timeout, self._weight)
         self._block = OpenBlock(self._collective, self._scope)
+        self._channel = self._block.channel
         arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
         self._block.enter(self, entered_with(self._joinables, arguments, self._divisor))
 
@@ -596,9 +600,11 @@ class Join:
     def _leave(self, error: BaseException | None) -> None:
         loop = self._loop
         if self._block is None:
+            if loop is not None:
+                loop.close(error)
             self._report = JoinReport if error is None else None
             return
-        self._report = self._block.end(error, loop if isinstance(loop, Iteration) else None)
+        self._report = self._block.end(error, loop)
         if error is None and loop is None and not self._objects:
             warnings.warn(
                 "A block that lists nothing is meant for loops over join.iterate, but it had none. Write for batch in"
@@ -624,4 +630,4 @@ class Join:
         finally:
             if self._scope is not None:
                 release(self._joinables)
-            self._scope = self._block = None
+            self._scope = self._block = self._channel = None

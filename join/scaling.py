@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import count
 from typing import Any, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -39,8 +38,6 @@ from join.errors import JoinError
 from join.joinable import Joinable
 
 L = TypeVar("L", bound="torch.Tensor | float")
-WINDOW_NUMBERS = count(1)
-"""Numbers of accumulation windows, which modules remember from one block to the next."""
 
 
 def scaled(loss: L, factor: float) -> L:
@@ -64,8 +61,6 @@ class Scaling:
         self._required = ""  # why the current loop must scale its losses, as a clause; or ""
         self.in_use: bool | None = None
         """Whether the current loop scales its losses; ``None`` before its first backward."""
-        self.window_number = 0
-        """Number of the current accumulation window, which no other window of this process has."""
         self.is_due = False
         """Whether the current loop must scale its losses and has scaled none."""
         self.unit = 1.0

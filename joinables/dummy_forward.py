@@ -31,7 +31,7 @@ from zlib import crc32
 import torch
 
 from join import JoinError, ProtocolError
-from join.batch import StepBatch, has_empty_tensor, map_tensors, tensors_in
+from join.batch import has_empty_tensor, map_tensors, tensors_in
 from join.collectives import Collective
 from join.collectives._torch_private import Writes, after_backward, writes_to
 from join.collectives.base import as_bytes
@@ -87,14 +87,9 @@ class DummyForward:
 
         Returns:
             Whether the call is on an empty dummy, and other samples may replace it.
-
-        Raises:
-            ProtocolError: If it is on a dummy of a loop that has ended.
         """
         channel = self._channel
-        if channel.late_use is not None:
-            channel.late_use.used(arguments)
-        is_last = channel.step.batch is StepBatch.LAST
+        is_last = channel.step.may_be_last
         if channel.step.number != self._step:
             self._step, self._number = channel.step.number, 0
             if is_last:
@@ -104,7 +99,7 @@ class DummyForward:
             with suppress(TypeError):  # which is raised again if a dummy needs these arguments
                 arguments = map_tensors(torch.Tensor.detach, arguments)  # without the graphs that produced them
             self._calls.append(arguments)
-        return channel.step.batch is StepBatch.EMPTY and not self._norms and has_empty_tensor(arguments)
+        return channel.step.is_empty and not self._norms and has_empty_tensor(arguments)
 
     def instead_of(self, arguments: Arguments) -> Arguments:
         """Return arguments for the current call, to replace the empty ones, which then receive gradients of 0."""
@@ -139,7 +134,7 @@ class DummyForward:
         if self._parts:
             self._watch_parts()
         step, trains = self._channel.step, self._module.training or torch.is_grad_enabled()
-        if step.shadowing and (trains or step.batch is not StepBatch.EMPTY or has_empty_tensor(arguments)):
+        if step.shadowing and (trains or not step.is_empty or has_empty_tensor(arguments)):
             self.keep()
 
     def keep(self) -> None:

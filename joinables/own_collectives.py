@@ -26,7 +26,6 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from join import Join, JoinError
-from join.batch import StepBatch
 from join.collectives._torch_private import on_gradient
 from join.protocol.channel import Channel
 from joinables._torch import autograd
@@ -116,9 +115,9 @@ class ShardedModule(Announcing):
         self._check(module, args)
         channel, arguments = self._channel, (args, kwargs)
         self._is_replaced = False
-        watches = channel.late_use is not None or channel.step.batch is not StepBatch.DATA
+        watches = channel.step.shadowing or channel.step.may_be_last
         if channel.late_use is not None:
-            channel.late_use = channel.late_use.called()
+            channel.late_use = channel.late_use.called(arguments)
         channel.announce(self)
         if not watches:
             return None
@@ -142,7 +141,7 @@ class ShardedModule(Announcing):
     def _gradient_enters(self, gradient: torch.Tensor) -> None:
         if not self._handles:  # they are removed when the block ends
             return
-        if self._channel.lockstep is None:
+        if not self._channel.step.in_loop:
             refuse_backward_on_dummy(self._module)
         self._dummy_forward.keep_in_backward()
 
@@ -161,7 +160,7 @@ class ShardedModule(Announcing):
 
 def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -> None:
     """Raise a ``JoinError`` unless all ranks run the module, in the body of a loop over ``Join.iterate``."""
-    if channel.lockstep is not None:
+    if channel.step.in_loop:
         return
     channel.end_broken_loop()  # if a break ended the loop on this rank only, the other ranks leave it here, too
     raise JoinError(

@@ -69,18 +69,18 @@ class OptimizerState(Silent):
 
     def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         channel = self._channel
-        is_scaled = channel.lockstep is not None and channel.scaling.in_use
+        is_scaled = channel.step.in_loop and channel.scaling.in_use
         if channel.roster.backwards and not is_scaled and autograd.backward_under_way() != -1:
             raise JoinError(
                 f"{self.join_name} stepped inside a backward, but Join multiplies the gradients of"
                 " DistributedDataParallel at its end. Step the optimizer after the backward, or loop over join.iterate"
                 " and call join.scale(loss).backward(). [J537]"
             )
-        if channel.lockstep is not None and (channel.scaling.is_due or not channel.step.ends_window):
+        if channel.step.in_loop and (channel.scaling.is_due or not channel.step.ends_window):
             channel.scaling.refuse_step(self, channel.step)
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._channel.lockstep is None:
+        if not self._channel.step.in_loop:
             self.own_steps += 1
             return
         for group in self._optimizer.param_groups:

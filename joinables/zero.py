@@ -108,7 +108,7 @@ class ZeroStep(Announcing):
         # A closure announces bursts inside the local step, so the announcement of the step follows afterwards.
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         channel = self._channel
-        if channel.lockstep is not None and (channel.scaling.is_due or not channel.step.ends_window):
+        if channel.step.in_loop and (channel.scaling.is_due or not channel.step.ends_window):
             channel.scaling.refuse_step(self, channel.step)
         if not self._shadowing and not has_closure:
             self._announce()
@@ -122,7 +122,7 @@ class ZeroStep(Announcing):
         self._share_hyperparameters(active=True)
 
     def _announce(self) -> None:
-        if self._is_scaled and self._channel.lockstep is None and self._collective.world_size > 1:
+        if self._is_scaled and not self._channel.step.in_loop and self._collective.world_size > 1:
             self._channel.guard.post_and_raise(
                 JoinError(
                     f"The block lists a GradScaler and {self.join_name}. A rank that is out of data does not know the"
@@ -179,7 +179,7 @@ class ZeroStep(Announcing):
     @override
     def check_leavers(self) -> None:
         # A rank that left between the backward and this step was not sent the learning rate of the other ranks.
-        self._channel.check_equal([(self.join_name, group_values(self._stepped_by))])
+        self._channel.check_same("compares its state", values=[(self.join_name, group_values(self._stepped_by))])
 
 
 def _is_number(value: Any) -> bool:

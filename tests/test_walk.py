@@ -35,12 +35,12 @@ LIMITS = {
     ("exit", ""): (260, 23, 122),
     ("exit", "norm"): (334, 25, 165),
     ("exit", "weighed"): (284, 24, 136),
-    ("step with data", ""): (40, 9, 18),
-    ("step with data", "norm"): (46, 10, 22),
-    ("step with data", "weighed"): (43, 11, 21),
-    ("step on a dummy", ""): (58, 12, 28),
-    ("step on a dummy", "norm"): (95, 13, 41),
-    ("step on a dummy", "weighed"): (61, 14, 31),
+    ("step with data", ""): (39, 11, 20),
+    ("step with data", "norm"): (45, 12, 24),
+    ("step with data", "weighed"): (41, 12, 22),
+    ("step on a dummy", ""): (58, 12, 30),
+    ("step on a dummy", "norm"): (95, 13, 43),
+    ("step on a dummy", "weighed"): (60, 14, 32),
 }
 
 

@@ -42,15 +42,17 @@ Blocks that are open at the same time on one process group share one channel, wh
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NoReturn
 
 import torch
 
 from join.agreement import Values, check_same, values_of
-from join.batch import Step
+from join.batch import PLAIN, Step
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.base import BARRIERS, DONE, ROLL_CALLS, SUMS
@@ -99,13 +101,10 @@ class Channel:
         self.guard = Guard(collective, self.progress, self._look_for_skipped)
         self.headers = Headers(collective, self.guard, self.roster)
         self.scaling = Scaling()
-        self.lockstep: Lockstep | None = None
-        """The loop over ``Join.iterate`` in whose body this rank is; all ranks run every burst there themselves."""
-        self.step = Step()
-        """The current step of this loop."""
-        self.leave_loop: Callable[[], None] | None = None
-        """The function that ends the loop which this rank has left by ``break``, together with all ranks. It is called
-        before anything is announced; ``None`` if there is no such loop."""
+        self.loop: Lockstep | None = None
+        """The loop over ``Join.iterate`` that has begun and not ended on all ranks, if any."""
+        self.step = PLAIN
+        """The step in whose body this rank is; ``PLAIN`` outside a body, and after a ``break``."""
         self.loops = 0
         """The number of loops over ``Join.iterate`` that have begun on this channel."""
         self.late_use: LateUse | None = None
@@ -117,10 +116,8 @@ class Channel:
         """Whether this rank was among the last with data, or made the most steps; set at the end of a block."""
         self._outstanding: list[Member] = []  # the followers that have not acted since the last announcement
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
-        self._progress: LoopProgress | None = None  # of this rank in a loop that has not ended
         self._last_place = Progress()  # of this rank at the end of the last loop
-        # The lowest rank with data in the last step of that loop, and whether this rank had data, if it was uneven.
-        self._last_leader: tuple[int, bool] | None = None
+        self._last_step = PLAIN  # of that loop, in which a rank had data
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -156,6 +153,8 @@ class Channel:
     def close(self, scope: Scope) -> None:
         """Remove the members of a block that is left."""
         self.has_run_out = False  # a block around this one may continue
+        if self.loop is not None and self.loop.phase is Phase.OVER:  # with an error
+            self.loop, self.step = None, PLAIN
         scopes = tuple(other for other in self.roster.scopes if other is not scope)
         self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
         for member in scope.announcing:  # otherwise they and the last header refer to each other
@@ -172,13 +171,13 @@ class Channel:
 
     def _look_for_skipped(self) -> None:
         """Raise an error if this rank, which waits, has skipped a burst that other ranks run in a loop."""
-        if self._progress is not None:
-            self._progress.look_for_skipped(self.guard.peers.ask())
+        if self.loop is not None:
+            self.loop.progress.look_for_skipped(self.guard.peers.ask())
 
     def progress(self) -> Progress:
         """Return the progress of this rank, for other ranks that wait for it; called in another thread."""
-        headers, progress = self.headers.tally.headers, self._progress
-        place = self._last_place if progress is None else progress.place()
+        headers, loop = self.headers.tally.headers, self.loop
+        place = self._last_place if loop is None else loop.progress.place()
         announcer = self.headers.last.member
         doing = "has announced nothing" if announcer is None else f"announced {announcer.joinable.join_name}"
         doing = f"{'is out of data' if self.has_run_out else doing} (header {headers})"
@@ -217,12 +216,12 @@ class Channel:
             now = time.monotonic()
             took, member.announced_at = now - member.announced_at, now
             member.times[bisect(EDGES, took, 1, BINS) - 1] += 1
-        headers, lockstep, step = self.headers, self.lockstep, self.step
-        if lockstep is not None:  # all ranks run the burst, and can compute the contents of the header
+        headers, loop, step = self.headers, self.loop, self.step
+        if loop is not None:  # all ranks run the burst, and can compute the contents of the header
             if not member.interjects:
-                lockstep.progress.bursts, lockstep.progress.last_member = lockstep.progress.bursts + 1, member
+                loop.progress.bursts, loop.progress.last_member = loop.progress.bursts + 1, member
             if self.guard.timeout is not None:
-                lockstep.wait_for_all(f"announced {joinable.join_name} in step {step.number} of join.iterate")
+                loop.wait_for_all(f"announced {joinable.join_name} in step {step.number} of join.iterate")
             headers.set_announced_by_all(index, step.first_with_data)
             return DONE
         work = headers.send((), index)
@@ -253,7 +252,7 @@ class Channel:
             if member.joinable is joinable:
                 self._outstanding.remove(member)
                 return
-        if self.lockstep is None:  # in a loop, the body may skip followers
+        if self.loop is None:  # in a loop, the body may skip followers
             reason = (
                 f"{joinable.join_name} notified, but the joinable that it follows in the list had announced no burst."
                 " Call notify_join_context in it once after each burst of that joinable, put it first in the list, or"
@@ -278,7 +277,7 @@ class Channel:
 
     def _missing_follower_error(self, event: str) -> JoinError | None:
         """Return the error for followers that had not notified before an event; ``None`` in a loop, which allows it."""
-        if self.lockstep is not None:
+        if self.loop is not None:
             return None
         missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
         return JoinError(
@@ -300,8 +299,8 @@ class Channel:
         """
         if self.guard.closed:
             self.guard.raise_closed()
-        if self.leave_loop is not None:
-            self.leave_loop()
+        if self.loop is not None and not self.step.in_loop:
+            self.loop.leave()
         for burst in self.roster.may_be_pending:
             if burst.is_pending and burst is not but:
                 self.flush(but)  # runs all pending bursts; the loop is here, too, to save this call in most steps
@@ -351,13 +350,13 @@ class Channel:
         self.prepare()
         if self._outstanding and (error := self._missing_follower_error("the block ended")):
             raise error  # not by ``post_and_raise``, since the exception leaves the block here, which posts it
-        last_leader, headers = self._last_leader, self.headers.tally.headers
-        outcome = self._shadow_all()
-        if last_leader is None or not outcome.even or headers > self._last_place.headers:
+        step, headers = self._last_step, self.headers.tally.headers
+        outcome, is_uneven = self._shadow_all(), 0 < step.contributors < self.collective.world_size
+        if not (is_uneven and outcome.even) or headers > self._last_place.headers:
             return outcome
         # Nothing followed an uneven loop, in which every rank has made every step, on dummies if it had no data.
-        self.headers.leader, had_data = last_leader
-        return Outcome(even=False, last=had_data, shadowed=False)
+        self.headers.leader = step.first_with_data
+        return Outcome(even=False, last=not step.shadowing, shadowed=False)
 
     def _shadow_all(self) -> Outcome:
         headers = self.headers
@@ -399,80 +398,35 @@ class Channel:
         finally:
             self._shadowed = outer
 
-    # -- loops over Join.iterate --------------------------------------------------------------------------------------
+    # -- around loops over Join.iterate -------------------------------------------------------------------------------
 
-    def begin_loop(self) -> Lockstep:
-        """Begin a loop on all ranks, with one awaited header.
-
-        Returns:
-            The loop.
-
-        Raises:
-            JoinError: If another loop has not ended.
-            ProtocolError: If some ranks do not begin a loop. All ranks raise it.
-            PeerError: If a rank has failed.
-        """
-        if self.guard.closed:
-            self.guard.raise_closed()
-        if self.lockstep is not None:
-            raise JoinError(ONE_AT_A_TIME)
-        self.prepare()
-        world_size = self.collective.world_size
-        header = self.headers.send_and_read([], active=True)
-        if header.announcements:
-            self.headers.confirm()
-        if header.active < world_size:
-            self.guard.post_and_raise(
-                ProtocolError(
-                    f"{header.active} ranks began a loop over join.iterate after {world_size - header.active} ranks had"
-                    " left the block. Run the loop on all ranks, including ranks without batches. [J091]"
-                )
-            )
-        self.prepare()
+    def enter_loop(self, loop: Lockstep) -> None:
+        """Enter a loop that begins on all ranks."""
         self.loops += 1
         self.late_use = LateUse(self.collective.rank)
         self._outstanding = []
-        self.lockstep, self.step = Lockstep(self), Step(contributors=self.collective.world_size)
-        self._progress = self.lockstep.progress
-        return self.lockstep
+        self.loop, self.step = loop, loop.step
 
-    def end_loop(self, loop: Lockstep) -> None:
-        """End the loop, after its last step on all ranks.
-
-        Only the state that each rank has for itself, such as buffers, is copied. State that should be equal on all
-        ranks is compared.
-
-        Args:
-            loop: The loop that :meth:`begin_loop` returned.
-
-        Raises:
-            ProtocolError: If ranks hold different values. All ranks raise it.
-        """
-        loop.end_step()
-        source = self.step.first_with_data  # also if the last step had no burst: its forwards may have changed buffers
-        self._last_leader = (source, loop.had_data) if loop.is_uneven else None
-        self.headers.leader = 0  # of what follows in the block, in which all ranks are
+    def exit_loop(self, loop: Lockstep) -> None:
+        """Continue with the plain part of the block, after a loop that has ended on all ranks."""
         self._last_place = loop.progress.place()._replace(headers=self.headers.tally.headers)
-        self.lockstep, self._progress, self.step = None, None, Step()
+        self._last_step = loop.last_with_data
+        self.headers.leader = 0  # in the rest of the block, which all ranks reach
         if self.late_use is not None:
-            self.late_use.has_ended = True
+            self.late_use.end_loop()
         self._outstanding = []  # in a loop, the body may skip followers
-        listed = [member.joinable for member in self.roster.listed]
-        self.check_equal(values_of(listed))
-        tensors = [tensor for joinable in listed for tensor in joinable.own_tensors()]
-        self.synchronise_own(OwnTensors(self.collective, tensors, source, ()), self.roster.listed, source)
+        self.loop, self.step = None, PLAIN
 
-    def check_equal(self, values: Values) -> None:
-        """Check that all ranks hold the same values; called in the same place on all ranks.
-
-        Args:
-            values: The values of this rank.
+    def check_same(
+        self, doing: str, parts: Sequence[str] = (), length: int | None = None, values: Values = ()
+    ) -> tuple[int, int] | None:
+        """Check that all ranks hold the same values, as ``join.agreement.check_same`` does.
 
         Raises:
-            ProtocolError: If ranks hold different values. All ranks raise it.
+            ProtocolError: If they do not. All ranks raise it, and the block has ended.
         """
         try:
-            check_same(self.collective, "compares its state", (), self.guard.wait, values=values)
+            return check_same(self.collective, doing, parts, self.guard.wait, length, values)
         except ProtocolError as error:
             self.guard.close_and_raise(error)
 
@@ -492,33 +446,72 @@ class Channel:
 
     def end_broken_loop(self) -> None:
         """Leave the loop that this rank has left by ``break``, if any, together with all other ranks."""
-        if self.leave_loop is not None:
-            self.leave_loop()
+        if self.loop is not None and not self.step.in_loop:
+            self.loop.leave()
 
 
-class Lockstep:
+class Phase(Enum):
+    """State of a loop."""
+
+    NEW = auto()
+    RUNNING = auto()
+    LEFT = auto()
+    """This rank has left the loop body by ``break``, and waits for no other rank yet."""
+    OVER = auto()
+    SUPERSEDED = auto()
+    """Another loop has begun in the middle of this one."""
+
+
+class Lockstep(ABC):
     """One loop over ``Join.iterate``, in which all ranks of a process group run every burst, on dummies without data.
+
+    This class is the protocol of the loop; ``join.loop.Loop`` adds the batches.
 
     Args:
         channel: The channel of the process group.
     """
 
+    progress: LoopProgress  # set when the loop begins
+    """The progress of this rank in the loop."""
+
     def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self._guard = channel.guard
-        self.progress = LoopProgress(channel.collective, channel.loops)
-        """The progress of this rank in the loop."""
-        # In the last step in which any rank had data:
-        self.is_uneven = False
-        """Whether a rank had no data."""
-        self.had_data = True
-        """Whether this rank had data."""
-        self._left_in = Step()  # the step in which this rank left the body by ``break``
-        self._barriers = channel.collective.line(BARRIERS)
-        self.roll_calls = channel.collective.line(ROLL_CALLS)
-        """The line that carries the loop's roll calls."""
+        self.channel, self._guard = channel, channel.guard
+        self.phase = Phase.NEW
+        self.step = self.last_with_data = PLAIN
+        """The current step, and the last step in which a rank had data."""
+
+    def begin(self) -> None:
+        """Begin the loop on all ranks, with one awaited header.
+
+        Raises:
+            JoinError: If another loop has not ended.
+            ProtocolError: If some ranks do not begin a loop. All ranks raise it.
+            PeerError: If a rank has failed.
+        """
+        channel, collective = self.channel, self.channel.collective
+        if self._guard.closed:
+            self._guard.raise_closed()
+        if channel.step.in_loop:
+            raise JoinError(ONE_AT_A_TIME)
+        channel.prepare()
+        header = channel.headers.send_and_read([], active=True)
+        if header.announcements:
+            channel.headers.confirm()
+        if header.active < collective.world_size:
+            self._guard.post_and_raise(
+                ProtocolError(
+                    f"{header.active} ranks began a loop over join.iterate after"
+                    f" {collective.world_size - header.active} ranks had left the block. Run the loop on all ranks,"
+                    " including ranks without batches. [J091]"
+                )
+            )
+        channel.prepare()
+        self.progress = LoopProgress(collective, channel.loops + 1)
+        self.roll_calls, self._barriers = collective.line(ROLL_CALLS), collective.line(BARRIERS)
         for line in (self.roll_calls, self._barriers):  # all ranks meet once more before they use these lines
             line.restart()
+        self.step, self.phase = Step(in_loop=True, contributors=collective.world_size), Phase.RUNNING
+        channel.enter_loop(self)
 
     def wait_for_all(self, doing: str, vote: bool = False) -> bool:
         """Wait for all ranks. With a ``timeout`` this is called before each step and each burst.
@@ -562,19 +555,29 @@ class Lockstep:
             self.progress.count_anew()
         return votes
 
+    def end(self) -> None:
+        """End the loop, after its last step on all ranks.
+
+        Only the state that each rank has for itself, such as buffers, is copied. State that should be equal on all
+        ranks is compared.
+
+        Raises:
+            ProtocolError: If ranks hold different values. All ranks raise it.
+        """
+        self.end_step()
+        # The last step had data there. Even without a burst, its forwards may have changed buffers.
+        channel, source = self.channel, self.last_with_data.first_with_data
+        channel.exit_loop(self)
+        listed = [member.joinable for member in channel.roster.listed]
+        channel.check_same("compares its state", values=values_of(listed))
+        tensors = [tensor for joinable in listed for tensor in joinable.own_tensors()]
+        channel.synchronise_own(OwnTensors(channel.collective, tensors, source, ()), channel.roster.listed, source)
+
     # -- left by ``break`` --------------------------------------------------------------------------------------------
 
-    def mark_broken(self, leave: Callable[[], None]) -> None:
-        """Record that this rank left the body by ``break``, and how it ends the loop with all ranks."""
-        channel = self.channel
-        channel.leave_loop, channel.lockstep = leave, None
-        self._left_in, channel.step = channel.step, Step()
-
-    def return_to_body(self) -> None:
-        """Return to the step that this rank left by ``break``, to leave the loop with all ranks or to fail in it."""
-        channel = self.channel
-        if channel.leave_loop is not None:
-            channel.lockstep, channel.leave_loop, channel.step = self, None, self._left_in
+    @abstractmethod
+    def leave(self) -> None:
+        """End a loop that this rank has left by ``break``, together with all ranks, before anything is announced."""
 
     def agree_to_leave(self) -> None:
         """Wait until all ranks have left the loop in the same place before its end.
@@ -592,15 +595,13 @@ class Lockstep:
 
     def _wait_until_all_have_left(self) -> None:
         peers, timeout = self._guard.peers, self._guard.timeout
-        pause, started = 1e-3, time.monotonic()
-        while True:
+        others, pause, started = dict[int, Progress](), 0.0, time.monotonic()
+        while not self.progress.all_have_left_here(others):
+            time.sleep(pause)
+            pause = min(2 * pause + 1e-3, TIMEOUTS.look)
             others = peers.ask()
             self.progress.look_for_skipped(others)
-            if self.progress.all_have_left_here(others):
-                return
             peers.look()
             peers.look_for_silent(others)
             if timeout is not None and time.monotonic() - started > timeout:
                 raise self._guard.timeout_error()
-            time.sleep(pause)
-            pause = min(2 * pause, TIMEOUTS.look)

@@ -132,46 +132,40 @@ class LateUse:
     """
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._thread = rank, threading.get_ident()
-        self._steps = self._calls_after = 0  # steps of the loop; calls of modules since its end
-        self.has_ended = False
-        """Whether the loop has ended."""
+        self._rank, self._thread, self._steps = rank, threading.get_ident(), 0
+        self._unused: int | None = None  # after the loop: how many of its batches may be used late
 
     def begin_step(self) -> None:
         """Record that the loop yields a batch, and in which thread."""
         self._steps, self._thread = self._steps + 1, threading.get_ident()
 
-    def called(self) -> LateUse | None:
-        """Check the thread in which a module is called, before the call sends anything.
+    def end_loop(self) -> None:
+        """Record that the loop has ended."""
+        self._unused = self._steps
+
+    def called(self, arguments: Any) -> LateUse | None:
+        """Check a call of a module, before the call sends anything.
+
+        Args:
+            arguments: The arguments of the call: tensors, or containers of them.
 
         Returns:
             This object; ``None`` if no consumer reads ahead, or every batch that it has read is used.
 
         Raises:
-            ProtocolError: If the batches are taken in another thread.
+            ProtocolError: If the batches are taken in another thread, or the arguments are a dummy of a loop that has
+                ended.
         """
-        if self.has_ended:
-            self._calls_after += 1
-            is_ruled_out = self._calls_after > self._steps
-        elif threading.get_ident() != self._thread:
+        if self._unused is not None:
+            if self._unused and has_empty_tensor(arguments):
+                self._refuse(f"on an empty batch after step {self._steps}, the last step of join.iterate")
+            self._unused -= 1
+            return self if self._unused > 0 else None
+        if threading.get_ident() != self._thread:
             self._refuse(
                 f"in step {self._steps} of join.iterate, in another thread than the one that takes the batches"
             )
-        else:
-            is_ruled_out = self._steps == 1
-        return None if is_ruled_out else self
-
-    def used(self, arguments: Any) -> None:
-        """Check the arguments that a module is called with.
-
-        Args:
-            arguments: The tensors, or containers of them.
-
-        Raises:
-            ProtocolError: If they are a dummy of a loop that has ended.
-        """
-        if self.has_ended and has_empty_tensor(arguments):
-            self._refuse(f"on an empty batch after step {self._steps}, the last step of join.iterate")
+        return None if self._steps == 1 else self
 
     def _refuse(self, call: str) -> NoReturn:
         raise ProtocolError(

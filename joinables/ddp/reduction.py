@@ -37,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join, JoinError, JoinHook, ProtocolError
-from join.batch import StepBatch
 from join.collectives._torch_private import Writes, accumulators, are_zero, on_gradient, will_run, writes_to
 from join.protocol.channel import Channel
 from join.transfer import Exchange
@@ -171,12 +170,12 @@ class GradientSync(DDPBurst):
     def _begin_forward(self) -> None:
         """Announce the backward if it is due now, and synchronise buffers; called before a forward with grad."""
         contributions, channel, buffers = self._contributions, self._channel, self._buffers
-        if channel.leave_loop is not None:  # not later: the end of the loop writes to buffers that this forward saves
-            channel.leave_loop()
+        if channel.loop is not None and not channel.step.in_loop:
+            channel.loop.leave()  # not later: the end of the loop writes to buffers that this forward saves
         if self._ddp.find_unused_parameters:
             if contributions.last_result.has_no_gradient and not self._forwards.reduces_next:
                 reducer.forget_use(self._ddp)
-            if channel.lockstep is not None:
+            if channel.step.in_loop:
                 contributions.used.watch()
         if not self._ddp.require_backward_grad_sync or self.is_pending:
             return
@@ -185,14 +184,14 @@ class GradientSync(DDPBurst):
         # contributors, a header in the forward needs a second count, since some ranks may skip the backward. It saves a
         # header only if the buffers need one in the forward anyway. In a loop nothing is sent, and a backward that this
         # rank skips stays pending since its forward.
-        all_ranks_run, saves_header = channel.lockstep is not None, buffers is not None
+        all_ranks_run, saves_header = channel.step.in_loop, buffers is not None
         if contributions.over_all_ranks:
             if contributions.last_result.may_remain and not all_ranks_run:
                 contributions.last_result.notice_zero_grad()
             saves_header = not contributions.last_result.may_remain
         early = channel.roster.early is self and (saves_header or all_ranks_run)
         if early:
-            weighted = channel.lockstep is None and self._scope.weight is not None
+            weighted = not channel.step.in_loop and self._scope.weight is not None
             contributions.reduction = Reduction(with_buffers=buffers is not None, weighted=weighted)
             channel.announce(self)
             self.is_pending = True
@@ -231,10 +230,10 @@ class GradientSync(DDPBurst):
         autograd.after_backward(partial(autograd.after_backward, end))  # twice, as in _begin_reduction
 
     def _begin_backward(self, synchronised: bool) -> None:
-        contributions, channel, in_loop = self._contributions, self._channel, self._channel.lockstep is not None
+        contributions, channel, in_loop = self._contributions, self._channel, self._channel.step.in_loop
         if not in_loop:
-            if channel.leave_loop is not None:
-                channel.leave_loop()
+            if channel.loop is not None:
+                channel.loop.leave()
             self.own_steps += 1
         if contributions.memory.open_window is not None:
             contributions.resume_window()
@@ -266,10 +265,10 @@ class GradientSync(DDPBurst):
         if not self._forwards.reduces_next:  # a second backward, whose gradients DDP itself would not reduce
             reducer.expect_backward(self._ddp, self._forwards.outputs)
         if not self.is_pending:
-            contributions.reduction = Reduction(weighted=weight is not None and channel.lockstep is None)
+            contributions.reduction = Reduction(weighted=weight is not None and not channel.step.in_loop)
             channel.announce(self)
         weighted = contributions.reduction.weighted
-        if channel.lockstep is None:
+        if not channel.step.in_loop:
             if weighted != (contributions.window.weight is not None):
                 raise JoinError(
                     "join.weight was set or unset between forward and backward. Set it before the forward. [J106]"
@@ -282,10 +281,10 @@ class GradientSync(DDPBurst):
         needs_end = contributions.begin(1.0 if contributions.window.weight is None else contributions.window.weight)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
-        if channel.guard.timeout is not None and channel.lockstep is None:
+        if channel.guard.timeout is not None and not channel.step.in_loop:
             # This is before the reducer waits, which does not look for missing ranks.
             autograd.after_backward(channel.headers.read)
-        if needs_end or self._rebuild.is_due or channel.lockstep is None:
+        if needs_end or self._rebuild.is_due or not channel.step.in_loop:
             if self._end_calls is None:  # twice, so that it runs after the callbacks that reducers queue meanwhile
                 autograd.after_backward(partial(autograd.after_backward, self._finish_reduction))
             else:
@@ -319,7 +318,7 @@ class GradientSync(DDPBurst):
         contributions, channel = self._contributions, self._channel
         if contributions.memory.open_window is not None:
             contributions.resume_window()
-        if channel.lockstep is not None:
+        if channel.step.in_loop:
             contributions.last_result.notice_zero_grad()
             contributions.enter_step()
         elif contributions.reduction.weighted != contributions.was_weighted:
@@ -486,9 +485,9 @@ class Forwards:
             channel.scaling.flows = False
         if self.norms and any(norm.training for norm in self.norms.values()):
             refuse_in_plain_block(self._ddp, "which contains SyncBatchNorm in training mode", channel)
-        watches = channel.late_use is not None or channel.step.batch is not StepBatch.DATA
+        watches = channel.step.shadowing or channel.step.may_be_last
         if channel.late_use is not None:
-            channel.late_use = channel.late_use.called()
+            channel.late_use = channel.late_use.called(arguments)
         if self._buffers is not None:
             reducer.suppress_buffer_sync(self._ddp)
             self._buffers.notice_new_shapes()
@@ -532,7 +531,7 @@ class Forwards:
 
     def _on_backward_of_dummy(self, synchronises: bool, gradient: torch.Tensor) -> None:
         if "_channel" in vars(self):  # otherwise the block has ended, and this is an ordinary DDP module
-            if self._channel.lockstep is None:
+            if not self._channel.step.in_loop:
                 refuse_backward_on_dummy(cast("object", self._ddp.module))
             self.inner.keep_in_backward()
             self._on_backward(synchronises, gradient)
@@ -636,8 +635,8 @@ class Contributions:
             JoinError: If gradients of the window before are unreduced.
         """
         window, channel = self.window, self._channel
-        in_loop = channel.lockstep is not None
-        number = channel.scaling.window_number if in_loop else 0
+        in_loop = channel.step.in_loop
+        number = channel.step.window
         if window.number != number:
             if window.unreduced:
                 raise JoinError(
@@ -709,7 +708,7 @@ class Contributions:
             mean over contributors                                          once
         """
         window, result, step = self.window, self.last_result, self._channel.step
-        if self._channel.lockstep is not None:
+        if self._channel.step.in_loop:
             times = float(not step.shadowing or self.over_all_ranks or self._channel.scaling.in_use is True)
         elif self.reduction.weighted:
             times = (window.weight or 0.0) / self._channel.scaling.unit
@@ -734,12 +733,7 @@ class Contributions:
         cannot know whether the other ranks have zeroed theirs.
         """
         channel = self._channel
-        if (
-            not self.over_all_ranks
-            or self.reduction.weighted
-            or channel.lockstep is not None
-            or channel.headers.depth == 1
-        ):
+        if not self.over_all_ranks or self.reduction.weighted or channel.step.in_loop or channel.headers.depth == 1:
             return False
         return all(isinstance(m.joinable, DDPBurst) for m in channel.roster.listed if m.joinable.communicates)
 
@@ -786,7 +780,7 @@ class Contributions:
             Whether :meth:`end` has to be called after the reduction.
         """
         reduction = self.reduction
-        if self._channel.lockstep is not None:
+        if self._channel.step.in_loop:
             has_unscaled_losses = not (self.over_all_ranks or self._channel.scaling.in_use)
             reduction.is_scaled = has_unscaled_losses and 0 < self._channel.step.contributors < self._world_size
         else:
@@ -813,7 +807,7 @@ class Contributions:
                 self._channel.scaling.learn(total / self._world_size, len(self._channel.roster.backwards))
         if reduction.total is not None:
             return reduction.total
-        if self._channel.lockstep is not None:
+        if self._channel.step.in_loop:
             return self._channel.step.contributors
         return self._channel.headers.flags(self._burst)[CONTRIBUTES]
 

@@ -44,7 +44,7 @@ from join import Join, JoinError
 from join.batch import map_tensors
 from join.collectives import SingleCollective
 from join.collectives._torch_private import pytree
-from join.loop import Batches
+from join.loop import Loop
 from join.transfer import gather_trees
 from joinables.integrations import warn_if_alone
 from joinables.modules import replaced
@@ -177,16 +177,16 @@ class AcceleratedJoin(Join):
     @property
     def evaluates(self) -> bool:
         """Whether a prepared loader runs inside a step of a loop over :meth:`iterate`: its batches are no dummies."""
-        return self._step is not None and self._step.number in self._nested.values()
+        return self._step.in_loop and self._step.number in self._nested.values()
 
     @contextmanager
     def _reading(self, loader: Any) -> Generator[None]:
         """Return a context in which a prepared loader runs; inside a step it is even, as all ranks gather its rows."""
         step, sampler = self._step, loader.batch_sampler
-        if step is not None:
+        if step.in_loop:
             self._nested[id(loader)] = step.number
         if (before := self._evenness.get(id(sampler))) is not None:
-            sampler.even_batches = self._even_batches if step is None else before
+            sampler.even_batches = before if step.in_loop else self._even_batches
         try:
             yield
         finally:
@@ -214,7 +214,7 @@ class AcceleratedJoin(Join):
         else:
             loaders: list[Any] = self._accelerator.gradient_state.dataloader_references
             has_state = any(hasattr(loader, "dl_state_dict") for loader in loaders)
-            is_wrong, state = self._step is not None and has_state, nullcontext()
+            is_wrong, state = self._step.in_loop and has_state, nullcontext()
         if is_wrong:
             raise JoinError(
                 "save_state saves one loader state for all ranks, which would be wrong: the loaders of only some ranks"
@@ -226,13 +226,13 @@ class AcceleratedJoin(Join):
 
     def _set_sync_gradients(self, as_usual: Callable[[], None]) -> None:
         """Set on the accelerator whether gradients are reduced in the micro-batch that begins."""
-        if self._step is None:
+        if not self._step.in_loop:
             as_usual()
         else:
             self._accelerator.sync_gradients = self.ends_window
 
     @override
-    def iterate(self, loader: Iterable[T], until: Literal["all", "first"] = "all", **options: Any) -> Batches[T]:
+    def iterate(self, loader: Iterable[T], until: Literal["all", "first"] = "all", **options: Any) -> Loop[T]:
         """Loop as in :class:`Join`, in windows of ``gradient_accumulation_steps``; a dummy is the last batch."""
         mixes_ranks = self._block is not None and any(b.mixes_ranks for _, b in self.channel.roster.bursts)
         options.setdefault("window", self._accelerator.gradient_accumulation_steps)
@@ -270,7 +270,7 @@ def counting_no_dummies(accelerator: Any, join: Join, evaluates: Callable[[], bo
     as_usual, state = accelerator.reduce, cast("object", accelerator.gradient_state)
 
     def is_at_end(_: object) -> bool:
-        in_step = join.channel.lockstep is not None and not evaluates()
+        in_step = join.channel.step.in_loop and not evaluates()
         return join.is_last_step if in_step else cast("Any", state).end_of_dataloader
 
     # All objects of Accelerate's class share their attributes, so this object of a subclass has the same ones.
@@ -298,7 +298,7 @@ def counting_no_dummies(accelerator: Any, join: Join, evaluates: Callable[[], bo
     def in_loop(call: Callable[..., Any], own: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if evaluates():
             return own(*args, **named)
-        if join.channel.lockstep is None:
+        if not join.channel.step.in_loop:
             raise JoinError(
                 f"Ranks without data call accelerator.{call.__name__} only in a loop over join.iterate. Use such a"
                 " loop, or make the call after the block. [J116]"

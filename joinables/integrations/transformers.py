@@ -48,9 +48,9 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from join import Join, JoinReport
-from join.batch import samples_in, tensors_in
+from join.batch import emptied, samples_in, tensors_in
 from join.collectives import collective_of
-from join.loop import emptied, length_of
+from join.read_ahead import length_of
 from joinables.integrations import warn_if_alone
 from joinables.integrations.accelerate import check_accelerator, counting_no_dummies, scaling_losses
 from joinables.modules import replaced

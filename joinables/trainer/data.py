@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from typing_extensions import override
 
 from join.collectives import Collective
-from join.loop import length_of
+from join.read_ahead import length_of
 from joinables._torch.objects import with_parts
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from join import JoinReport
 from join.collectives._torch_private import pytree
 from join.files import temporary_folder
-from join.loop import check_loader
+from join.options import check_loader
 from joinables.modules import keeping_modes
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of

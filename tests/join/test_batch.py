@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from join.batch import has_empty_tensor, map_tensors, samples_in, tensors_in
-from join.loop import copied, emptied
+from join.batch import copied, emptied, has_empty_tensor, map_tensors, samples_in, tensors_in
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ MUTANTS = [
     # -- reductions ----------------------------------------------------------------------------------------------------
     Mutant(
         "joinables/ddp/reduction.py",
-        "            channel.leave_loop()\n        if self._ddp.find_unused",
-        "            pass\n        if self._ddp.find_unused",
+        "            channel.loop.leave()  # not later",
+        "            pass  # not later",
         "tests/joinables/ddp/test_buffers.py::test_a_loop_that_was_left_ends_before_the_next_forward",
     ),
     Mutant(
@@ -275,13 +275,13 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/zero.py",
-        "        self._channel.check_equal([(self.join_name, group_values(self._stepped_by))])",
-        "        pass",
+        'self._channel.check_same("compares its state", values=[(self.join_name, group_values(self._stepped_by))])',
+        "pass",
         "tests/joinables/test_zero.py::test_a_rank_that_leaves_before_a_step_that_others_make_at_another_rate",
     ),
     Mutant(
         "joinables/zero.py",
-        "if self._is_scaled and self._channel.lockstep is None and",
+        "if self._is_scaled and not self._channel.step.in_loop and",
         "if self._is_scaled and",
         "tests/joinables/test_zero.py::test_a_gradient_scaler_that_every_rank_steps_or_none",
     ),
@@ -336,7 +336,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/state.py",
-        "        if self._channel.lockstep is None:\n            self.own_steps += 1",
+        "        if not self._channel.step.in_loop:\n            self.own_steps += 1",
         "        if True:\n            self.own_steps += 1",
         "tests/joinables/test_state_at_end.py::test_a_step_without_gradients_does_not_count",
     ),
@@ -361,7 +361,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/own_collectives.py",
-        "        if self._channel.lockstep is None:\n            refuse_backward_on_dummy(self._module)\n",
+        "        if not self._channel.step.in_loop:\n            refuse_backward_on_dummy(self._module)\n",
         "",
         "tests/join/failure/test_training.py::test_a_backward_after_the_loop_in_which_its_forward_ran_on_a_dummy",
     ),
@@ -380,7 +380,7 @@ MUTANTS = [
     # -- dummies -------------------------------------------------------------------------------------------------------
     Mutant(
         "joinables/dummy_forward.py",
-        "is_last = channel.step.batch is StepBatch.LAST",
+        "is_last = channel.step.may_be_last",
         "is_last = False",
         "tests/joinables/test_dummy_calls.py::test_each_call_on_a_dummy_runs_as_in_the_last_step_with_data",
     ),

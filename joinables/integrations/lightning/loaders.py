@@ -25,7 +25,7 @@ from typing_extensions import Self, override
 
 from join import Join
 from join.collectives import collective_of
-from join.loop import length_of
+from join.read_ahead import length_of
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.names import DataFetcher, rank_zero_warn
 

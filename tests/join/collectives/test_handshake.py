@@ -25,7 +25,7 @@ from join.collectives.base import GroupLine
 from join.collectives.handshake import GaveUp, Place
 from join.collectives.messages import MessageLine
 from join.collectives.version import VERSION
-from join.loop import Answers, Share, Shares
+from join.rounds import Answers, Share, Shares
 from tests.ending import Ending
 from tests.join.counter import Counter
 from tests.pool import Pool

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
+from join.batch import emptied
 from join.collectives import SingleCollective, ThreadCollective, run_threads
-from join.loop import emptied
 from tests.join.counter import Counter, Leading, blames, group_works
 from tests.shorter import using
 

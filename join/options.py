@@ -1,0 +1,74 @@
+"""Arguments of ``Join.iterate``: :class:`Options`, and :func:`check_loader`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of ``Join.iterate`` without the loader, and settings of its block as keywords.
+
+    Attributes:
+        throw: Whether all ranks raise an exception as soon as one is out of data.
+        over_all_ranks: Whether gradients are a mean over all ranks, including those without data. It has no effect if
+            batches are weighed.
+        copies: The number of ranks that are assumed to have the same batches as each rank of the loop.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument has a value that is not allowed.
+    """
+
+    until: Literal["all", "first"]
+    dummy: Literal["empty", "last"] | Callable[[Any], Any]
+    lookahead: int
+    weigh: Callable[[Any], Any] | None
+    window: int | Literal["all"]
+    fill_window: bool
+    _: KW_ONLY
+    throw: bool = False
+    over_all_ranks: bool = True
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if self.until not in ("all", "first"):
+            raise ValueError(
+                f"until={self.until!r} is not a valid value. Pass 'all' to loop until all ranks are out of data, or"
+                " 'first' to stop as soon as one is. [J069]"
+            )
+        if self.dummy not in ("empty", "last") and not callable(self.dummy):
+            raise ValueError(
+                f"dummy={self.dummy!r} is not a valid value. Pass 'empty', 'last', or a function that returns a dummy"
+                " batch for a batch. [J070]"
+            )
+        for name, number in {"lookahead": self.lookahead, "window": 1 if self.window == "all" else self.window}.items():
+            if isinstance(number, bool) or not isinstance(number, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(
+                    f"{name}={number!r} is not a whole number of steps. Pass an integer of 1 or more. [J071]"
+                )
+            if number < 1:
+                raise ValueError(f"{name}={number} is less than one step. Pass an integer of 1 or more. [J072]")
+        if self.weigh is not None and not callable(self.weigh):
+            raise TypeError(
+                f"weigh={self.weigh!r} is not a function. Pass a function that returns the weight of a batch, such as"
+                " its number of samples. [J465]"
+            )
+
+    def to_compare(self) -> list[str]:
+        """Return texts of the arguments, which must be equal on all ranks; functions are not distinguished."""
+        arguments = [(field.name, getattr(self, field.name)) for field in fields(self) if not field.kw_only]
+        return [f"{name}={'a function' if callable(value) else value}" for name, value in arguments]
+
+
+def check_loader(loader: Any) -> None:
+    """Raise a ``TypeError`` if a loader cannot be iterated, or would run code of the loop body too early."""
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"loader={loader!r} cannot be iterated. Pass a DataLoader, a list or a generator. [J068]")
+    if getattr(loader, "__name__", "") == "log_every":  # by its name, since every project has its own MetricLogger
+        raise TypeError(
+            "log_every(...) would log each batch before the loop body runs. Write log_every(join.iterate(loader))."
+            " [J524]"
+        )

@@ -1,0 +1,98 @@
+"""Batches that a loop over ``Join.iterate`` has read and not yet yielded: :class:`ReadAhead`."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+from join.arguments import checked_weight
+from join.errors import JoinError
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Return the number of batches of a loader, or ``None`` if it has no length."""
+    try:
+        return len(loader)  # pyright: ignore[reportArgumentType]
+    except (TypeError, NotImplementedError):  # a DataLoader raises the error of its data set or sampler
+        return None
+
+
+class ReadAhead:
+    """Batches of one rank that were read and not yet used.
+
+    A loader with ``state_dict`` is asked for its state after each batch, because it has no record of earlier states.
+
+    Args:
+        loader: Any iterable of batches.
+        weigh: A function that returns the weight of a batch; with ``None``, every batch weighs 1.
+    """
+
+    def __init__(self, loader: Iterable[Any], weigh: Callable[[Any], Any] | None) -> None:
+        self._loader: Iterable[Any] | None = loader
+        self._name = type(loader).__name__
+        self._source: Iterator[Any] = iter(loader)
+        self.ended = False
+        """Whether the loader has no batches beyond those read."""
+        self.held: deque[tuple[Any, float, Any]] = deque()
+        """Batches that were read and not yet used, the oldest first; each with its weight, and the loader's state after
+        it if the loader has one."""
+        self._weigh = weigh
+        self.error: BaseException | None = None
+        """Exception or interrupt of the loader, which is not asked for batches again."""
+        self._has_state = callable(getattr(loader, "state_dict", None))
+        self._state_at_end: Any = None
+        self.state = self._copy_state() if self._has_state else None
+        """The loader's state after the batch that was taken from ``held`` last."""
+
+    def end(self) -> None:
+        """Record that the loop has ended on all ranks, so that the final state of the loader counts."""
+        if self._state_at_end is not None and not self.held:
+            self.state = self._state_at_end
+
+    def close(self) -> None:
+        """Release the loader, so that its workers can end, and keep the batches that were read."""
+        self.ended, self._loader, self._source = True, None, iter(())
+
+    def read(self, number: int) -> None:
+        """Read batches until this rank holds ``number`` of them, or the loader has no more."""
+        while len(self.held) < number and not self.ended:
+            try:
+                batch = next(self._source, self)
+                state = self._copy_state() if self._has_state else None
+                if batch is self:  # the default of next(), so the loader has no more batches
+                    self.ended, self._state_at_end = True, state
+                    return
+                weight = 1.0 if self._weigh is None else checked_weight(self._weigh(batch), "weigh(batch)")
+                self.held.append((batch, weight, state))
+            except BaseException as error:  # even Ctrl-C, which usually arrives here, so that other ranks get it
+                self.ended, self.error = True, error
+
+    def loader_state(self) -> Any:
+        """Return the loader's state as of the batch that was taken last.
+
+        Once the loop has ended and all batches were taken, this is the loader's final state. From its final state, a
+        loader usually begins its next epoch.
+
+        Raises:
+            TypeError: If the loader has no ``state_dict``.
+            JoinError: If ``state_dict`` raised an exception.
+        """
+        if not self._has_state:
+            raise TypeError(
+                f"join.loader_state() needs a loader with state_dict and load_state_dict, but {self._name} has no"
+                " state_dict. Use torchdata's StatefulDataLoader, or count the batches in your loop. [J075]"
+            )
+        if isinstance(self.state, Exception):
+            raise JoinError(
+                f"The state_dict of {self._name} raised an exception. Fix the cause shown above. [J076]"
+            ) from self.state
+        return self.state
+
+    def _copy_state(self) -> object:
+        """Return a copy of the loader's state, since the loader may change the object; or the exception it raised."""
+        try:
+            return copy.deepcopy(cast("Any", self._loader).state_dict())
+        except Exception as error:  # raised only if the user asks for the state
+            return error

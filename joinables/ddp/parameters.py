@@ -28,7 +28,7 @@ from join import Join
 from join.collectives import Collective
 from join.collectives._torch_private import accumulators
 from joinables._torch import autograd, reducer
-from joinables.ddp.records import memory_of
+from joinables.ddp.window import memory_of
 
 
 class Factors:
@@ -75,6 +75,8 @@ class UsedParameters:
         self._handles: dict[int, Any] = {}  # by the index of the parameter
         self.counts = False
         """Whether use is counted, which needs ``find_unused_parameters``."""
+        self.is_due = False
+        """Whether the current reduction ends with :meth:`end_reduction`."""
         self._used = torch.zeros(len(parameters), dtype=torch.int64, device="cpu")
         self._absent: list[bool] = []
 

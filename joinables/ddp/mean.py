@@ -155,34 +155,39 @@ class Means:
     """The means of one module in one block.
 
     Args:
-        channel: The channel of the block.
-        burst: The burst that announces the reductions.
         over_all_ranks: Whether gradients without weights are divided by the world size
             (``divide_by_initial_world_size``) instead of by the number of contributors.
-        has_comm_hook: Whether gradients pass through a comm hook. It may round gradients, or carry errors over to the
-            next step, so it receives parts of the weighted mean.
     """
 
-    def __init__(self, channel: Channel, burst: Burst, *, over_all_ranks: bool, has_comm_hook: bool) -> None:
-        self._channel, self._burst, self._over_all_ranks = channel, burst, over_all_ranks
+    def __init__(self, *, over_all_ranks: bool) -> None:
+        self._over_all_ranks = over_all_ranks
+
+    def attach(self, channel: Channel, burst: Burst, *, has_comm_hook: bool) -> None:
+        """Prepare for a block that is entered.
+
+        Args:
+            channel: The channel of the block.
+            burst: The burst that announces the reductions.
+            has_comm_hook: Whether gradients pass through a comm hook. It may round gradients, or carry errors over to
+                the next step, so it receives parts of the weighted mean.
+        """
+        self._channel, self._burst = channel, burst
+        self.scope = channel.roster.scopes[-1]
+        """The block, which has the weight of a batch."""
         self._as_it_is, self._with_data = Mean(channel, burst), OverRanksWithData(channel, burst)
         self._on_dummy = OnDummy(channel, burst)
-        self.unweighted = (OverAllRanks if over_all_ranks else OverContributors)(channel, burst)
+        self.unweighted = (OverAllRanks if self._over_all_ranks else OverContributors)(channel, burst)
         """The mean of a plain block without weights."""
         self._weighted = Weighted(channel, burst)
         self._weighted.in_parts = has_comm_hook
         self.agreed: Mean = self.unweighted
         """The last mean of a plain block that the headers of all active ranks agreed on."""
 
-    def choose(self, *, weighted: bool) -> Mean:
-        """Return the mean of the current backward.
-
-        Args:
-            weighted: Whether the loss has a weight, in a plain block.
-        """
+    def choose(self) -> Mean:
+        """Return the mean of the current forward or backward."""
         channel, step = self._channel, self._channel.step
         if channel.lockstep is None:
-            return self._weighted if weighted else self.unweighted
+            return self.unweighted if self.scope.weight is None else self._weighted
         if self._over_all_ranks or channel.scaling.in_use or not 0 < step.contributors < channel.collective.world_size:
             return self._as_it_is
         return self._on_dummy if step.shadowing else self._with_data

@@ -95,17 +95,14 @@ class GradientSync(DDPBurst):
                     f"The layer {name!r} has sparse gradients, which a rank without data cannot receive. Build it with"
                     " sparse=False. [J110]"
                 )
-        self._over_all_ranks = divide_by_initial_world_size
+        self._means = Means(over_all_ranks=divide_by_initial_world_size)
         return self
 
     @override
     def attach(self, join: Join) -> None:
         self._static_graph.check()
         super().attach(join)
-        self._scope = join.channel.roster.scopes[-1]
-        self._means = Means(
-            join.channel, self, over_all_ranks=self._over_all_ranks, has_comm_hook=reducer.has_comm_hook(self._ddp)
-        )
+        self._means.attach(join.channel, self, has_comm_hook=reducer.has_comm_hook(self._ddp))
         self._mean = self._means.unweighted
         """The mean of the last reduction that was announced."""
         self._used.attach(join)
@@ -120,7 +117,7 @@ class GradientSync(DDPBurst):
         self._used.detach()
         if self._factors.factor != 1.0:
             self._factors.multiply_by(1.0)
-        del self._scope, self._means, self._mean  # these hold the channel, or this object
+        del self._means, self._mean  # these hold the channel, or this object
 
     @override
     def exchange(self, source: int) -> Exchange:
@@ -195,7 +192,7 @@ class GradientSync(DDPBurst):
             else:
                 early = buffers is not None
             if early:
-                self._mean = self._means.choose(weighted=self._scope.weight is not None)
+                self._mean = self._means.choose()
                 self._mean.in_forward = buffers is not None
         if early:
             channel.announce(self)
@@ -220,7 +217,7 @@ class GradientSync(DDPBurst):
                 channel.scaling.check_backward(self)
         else:
             self.own_steps += 1
-            weight = self._scope.weight
+            weight = self._means.scope.weight
             if (weight is not None) != channel.scaling.flows:
                 raise JoinError(
                     f"join.weight is {weight}, which does not match the scaling of the loss in {self.join_name}. Set"
@@ -235,7 +232,7 @@ class GradientSync(DDPBurst):
         if weight == 0 or self._factors.factor != 1.0:
             self._factors.multiply_by(0.0 if weight == 0 else 1.0)
         window.backwards += 1
-        mean = self._means.choose(weighted=weight is not None)
+        mean = self._means.choose()
         if mean.splits_kept and kept.may_remain:
             kept.look(self._parameters)
         if self._forwards.reduces_next or synchronised:
@@ -399,7 +396,7 @@ class GradientSync(DDPBurst):
         if channel.lockstep is not None or memory.window.is_earlier:
             self._enter_window()
         if channel.lockstep is not None:
-            self._mean = self._means.choose(weighted=False)
+            self._mean = self._means.choose()
         elif self._mean is not self._means.agreed:
             self._mean = self._means.agree()
         window, kept = memory.window, memory.kept

@@ -59,6 +59,8 @@ class Mean:
         """Whether the header was sent in the forward, and announces the buffers too."""
         self.in_parts = False
         """Whether gradients become parts of the mean before they are reduced."""
+        self.window = Window()
+        """The window of the last reduction."""
 
     def times(self, window: Window) -> float:
         """Return how many times this rank counts the last result.

@@ -75,8 +75,6 @@ class UsedParameters:
         self._handles: dict[int, Any] = {}  # by the index of the parameter
         self.counts = False
         """Whether use is counted, which needs ``find_unused_parameters``."""
-        self.is_due = False
-        """Whether the current reduction ends with :meth:`end_reduction`."""
         self._used = torch.zeros(len(parameters), dtype=torch.int64, device="cpu")
         self._absent: list[bool] = []
 

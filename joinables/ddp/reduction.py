@@ -125,17 +125,15 @@ class GradientSync(DDPBurst):
 
         Afterwards the same parameters have a gradient on all ranks, as ``_begin_forward`` requires.
         """
-        kept, unreduced = self._memory.kept, self._memory.window.backwards > 0 and not have_none(self._parameters)
+        unreduced = self._memory.window.backwards > 0 and not have_none(self._parameters)
         keeps, parameters = unreduced or self._collective.rank == source, reducer.parameters(self._ddp)
         present = [parameter.grad is not None for parameter in self._parameters]
         gradients = [p.grad.to(p.dtype) for p in self._parameters if not unreduced and p.grad is not None]
-        inbox = yield parameters, present, gradients, kept.may_remain
-        source_parameters, present, gradients, may_remain = inbox.skeleton
+        inbox = yield parameters, present, gradients
+        source_parameters, present, gradients = inbox.skeleton
         inbox.fill(source_parameters, parameters)
         adopt_gradients(inbox, self._parameters, present, gradients, keeps=keeps)
         yield ""
-        if not keeps:
-            kept.may_remain = may_remain
 
     @override
     def hand_over(self, leader: int) -> None:
@@ -160,7 +158,7 @@ class GradientSync(DDPBurst):
         if window.is_earlier:
             return (False, False, False)
         if window.backwards and window.was_zeroed(self._parameters):
-            window = self._memory.drop_window()
+            window = self._memory.window = Window()
         return (False, window.backwards > 0, False)
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -170,7 +168,7 @@ class GradientSync(DDPBurst):
         channel, buffers = self._channel, self._buffers
         if channel.leave_loop is not None:  # not later: the end of the loop writes to buffers that this forward saves
             channel.leave_loop()
-        kept = self._memory.kept
+        window = self._memory.window
         if self._ddp.find_unused_parameters:
             if have_none(self._parameters) and not self._forwards.reduces_next:
                 reducer.forget_use(self._ddp)
@@ -185,12 +183,10 @@ class GradientSync(DDPBurst):
         # stays pending since its forward.
         early = channel.roster.early is self
         if early and channel.lockstep is None:
-            if self._means.unweighted.splits_kept:
-                if kept.may_remain:
-                    kept.look(self._parameters)
-                early = not kept.may_remain
-            else:
+            if not self._means.unweighted.splits_kept:
                 early = buffers is not None
+            else:
+                early = not window.kept if window.backwards else have_none(self._parameters)
             if early:
                 self._mean = self._means.choose()
                 self._mean.in_forward = buffers is not None
@@ -208,7 +204,7 @@ class GradientSync(DDPBurst):
         channel = self._channel
         if channel.leave_loop is not None:
             channel.leave_loop()
-        kept, window, in_loop = self._memory.kept, self._memory.window, channel.lockstep is not None
+        window, in_loop = self._memory.window, channel.lockstep is not None
         if in_loop or window.backwards or window.number:
             window = self._enter_window()
         if in_loop:
@@ -233,8 +229,6 @@ class GradientSync(DDPBurst):
             self._factors.multiply_by(0.0 if weight == 0 else 1.0)
         window.backwards += 1
         mean = self._means.choose()
-        if mean.splits_kept and kept.may_remain:
-            kept.look(self._parameters)
         if self._forwards.reduces_next or synchronised:
             if self.is_pending and mean is not self._mean and not in_loop:
                 raise JoinError(
@@ -243,8 +237,8 @@ class GradientSync(DDPBurst):
             self._mean = mean
             self._begin_reduction(in_loop)
             return
-        if mean.splits_kept and kept.may_remain and window.backwards == 1:
-            kept.copy(self._parameters)
+        if mean.splits_kept and window.backwards == 1:
+            window.kept = Kept.copy_of(self._parameters)
         autograd.after_backward(partial(self._remember_writes, window))
 
     def _enter_window(self) -> Window:
@@ -255,7 +249,7 @@ class GradientSync(DDPBurst):
         """
         memory, channel = self._memory, self._channel
         if (memory.window.backwards or memory.window.number) and memory.window.was_zeroed(self._parameters):
-            memory.drop_window()
+            memory.window = Window()
         window, in_loop = memory.window, channel.lockstep is not None
         number = channel.scaling.window_number if in_loop else 0
         if window.number != number:
@@ -273,7 +267,7 @@ class GradientSync(DDPBurst):
         if window.weight is not None and window.unit != channel.scaling.unit:  # chosen by a reduction since
             factor = window.unit / channel.scaling.unit
             reducer.multiply_gradients(self._parameters, factor)
-            memory.kept.add(self._parameters, 1 - factor)
+            window.kept.add(self._parameters, 1 - factor)
         return window
 
     def _remember_writes(self, window: Window) -> None:
@@ -289,14 +283,15 @@ class GradientSync(DDPBurst):
             channel.announce(self)
         if not in_loop and self._mean is not self._means.agreed:
             self._mean = self._means.agree()
-        self._share()
+        self._share(is_first=self._memory.window.backwards == 1)
         self.is_pending = self._forwards.reduces_next = False
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
         if channel.guard.timeout is not None and not in_loop:
             # This is before the reducer waits, which does not look for missing ranks.
             autograd.after_backward(channel.headers.read)
-        if in_loop and not (self._mean.corrects or self._used.is_due or self._rebuild.is_due):
+        counts_use = self._used.counts and self._mean.window.with_dummies
+        if in_loop and not (self._mean.corrects or counts_use or self._rebuild.is_due):
             return
         if self._forwards.end_calls is None:  # twice, so that it runs after the callbacks of reducers
             autograd.after_backward(partial(autograd.after_backward, self._finish))
@@ -312,15 +307,18 @@ class GradientSync(DDPBurst):
 
     # -- a reduction on any rank --------------------------------------------------------------------------------------
 
-    def _share(self) -> None:
-        """Close the window, whose gradients become the share of this rank, before they are reduced."""
-        kept, mean, window = self._memory.kept, self._mean, self._memory.window
-        # Without a copy, the gradients of a window from another block cannot be told from the last result.
-        is_known = kept.may_remain and (kept.copies or window.backwards < 2)
-        if mean.splits_kept and is_known and (times := mean.times(window)) != 1:
-            if not kept.copies:
-                kept.copy(self._parameters)
-            kept.add(self._parameters, times - 1)
+    def _share(self, *, is_first: bool = False) -> None:
+        """Close the window, whose gradients become the share of this rank, before they are reduced.
+
+        Args:
+            is_first: Whether this is at the beginning of the window's first backward, so that gradients, if any, are
+                the last result.
+        """
+        mean, window = self._mean, self._memory.window
+        has_kept = mean.splits_kept and (window.kept or (is_first and not have_none(self._parameters)))
+        if has_kept and (times := mean.times(window)) != 1:
+            window.kept = window.kept or Kept.copy_of(self._parameters)
+            window.kept.add(self._parameters, times - 1)
         if mean.in_forward or mean.weighted:  # otherwise the header counts the contributors
             mean.begin(window)
         if mean.in_parts:
@@ -328,8 +326,7 @@ class GradientSync(DDPBurst):
             if self._factors.factor:
                 self._factors.multiply_by(factor)
             reducer.multiply_gradients(self._parameters, factor)
-        self._used.is_due = self._used.counts and window.with_dummies
-        self._memory.window, kept.may_remain = Window(), True
+        mean.window, self._memory.window = window, Window()
 
     def _shadow_backward(self) -> None:
         arrivals = self._static_graph.learn(self._collective) if self._ddp.static_graph else None
@@ -348,20 +345,20 @@ class GradientSync(DDPBurst):
             self._raise_unfinished()
         leaves_unused = self._ddp.find_unused_parameters or self._ddp.static_graph
         touched = reducer.used_anywhere(self._ddp) if leaves_unused else None
-        if self._memory.kept.copies:
-            self._memory.kept.restore(self._parameters, touched)
+        if touched is not None:
+            self._mean.window.kept.restore(self._parameters, touched)
         if self._mean.in_parts:
             self._factors.multiply_by(1.0)
         elif self._mean.corrects and (factor := self._mean.factor()) != 1:
             reducer.multiply_gradients(self._parameters, factor, touched)
-        if self._used.is_due:
+        if self._used.counts and self._mean.window.with_dummies:
             self._used.end_reduction()
         if leads and self._rebuild.is_due:
             self._rebuild.run()
 
     def _drop(self) -> None:
         """Drop the gradients, so that this rank contributes nothing to the next reduction."""
-        self._memory.drop_window()
+        self._memory.window = Window()
         for parameter in self._parameters:
             parameter.grad = None
         if self._ddp.find_unused_parameters:
@@ -399,13 +396,11 @@ class GradientSync(DDPBurst):
             self._mean = self._means.choose()
         elif self._mean is not self._means.agreed:
             self._mean = self._means.agree()
-        window, kept = memory.window, memory.kept
-        gradients = [parameter.grad for parameter in self._parameters]
+        window, gradients = memory.window, [parameter.grad for parameter in self._parameters]
         has_data = window.backwards > 0 or not (channel.step.shadowing or channel.has_run_out)
         takes_result = not has_data and have_none(self._parameters)
         if self._ddp.gradient_as_bucket_view:  # the reduction writes its result into these tensors
             gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
-        memory.kept = Kept()
         try:
             self._drop()
             memory.window.with_dummies = window.with_dummies
@@ -419,7 +414,7 @@ class GradientSync(DDPBurst):
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
         if not has_result:  # all ranks have skipped the backward, so the gradients accumulated before stay unreduced
-            memory.window, memory.kept = window, kept
+            memory.window = window
         self._forwards.reduces_next = False
         if has_result and has_data and not channel.has_run_out:
             reason = (

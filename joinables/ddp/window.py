@@ -18,8 +18,8 @@ from joinables.ddp.kept import Kept
 
 
 def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Return whether no parameter has a gradient."""
-    return all(parameter.grad is None for parameter in parameters)
+    """Return whether no parameter has a gradient, as after ``zero_grad``."""
+    return not [parameter for parameter in parameters if parameter.grad is not None]
 
 
 @dataclass(slots=True)
@@ -36,6 +36,7 @@ class Window:
             reduction until the next backward.
         with_dummies: Whether a rank had no data in one of the backwards in such a loop.
         writes: The writes to each gradient by the end of the last backward; empty before it.
+        kept: The last result, as the gradients contained it before the first backward.
     """
 
     backwards: int = 0
@@ -45,6 +46,7 @@ class Window:
     number: int = 0
     with_dummies: bool = False
     writes: Writes = field(default_factory=Writes)
+    kept: Kept = field(default_factory=Kept)
 
     def was_zeroed(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether ``zero_grad`` was called since the last backward.
@@ -63,7 +65,6 @@ class Memory:
 
     Attributes:
         window: The current window, which may be open.
-        kept: The last result, as far as the gradients contain it.
         buffer_shapes: The shapes of the buffers at their last synchronisation, which are the same on all ranks. The
             present shapes may differ, since one rank may evaluate between blocks.
         arrivals: How often the gradient of each parameter arrives in a backward of a ``static_graph`` module; ``None``
@@ -71,14 +72,8 @@ class Memory:
     """
 
     window: Window = field(default_factory=Window)
-    kept: Kept = field(default_factory=Kept)
     buffer_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     arrivals: list[int] | None = None
-
-    def drop_window(self) -> Window:
-        """Begin a new window without a reduction of the current one, and return it."""
-        self.window, self.kept.copies = Window(), {}
-        return self.window
 
 
 _memories: WeakKeyDictionary[DistributedDataParallel, Memory] = WeakKeyDictionary()

@@ -8,19 +8,19 @@ MUTANTS = [
     # -- reductions ----------------------------------------------------------------------------------------------------
     Mutant(
         "joinables/ddp/reduction.py",
-        "            channel.leave_loop()\n        kept = self._memory.kept",
-        "            pass\n        kept = self._memory.kept",
+        "            channel.leave_loop()\n        window = self._memory.window\n        if self._ddp",
+        "            pass\n        window = self._memory.window\n        if self._ddp",
         "tests/joinables/ddp/test_buffers.py::test_a_loop_that_was_left_ends_before_the_next_forward",
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "early = not kept.may_remain",
-        "early = True",
+        "else have_none(self._parameters)\n",
+        "else True\n",
         "tests/joinables/ddp/test_headers.py::test_gradients_that_are_kept_cost_a_header_for_the_backward",
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "kept.may_remain and window.backwards == 1",
+        "mean.splits_kept and window.backwards == 1",
         "False",
         "tests/joinables/ddp/test_weight.py::test_gradients_that_are_kept",
     ),
@@ -92,14 +92,14 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "            memory.drop_window()\n        window, in_loop",
+        "            memory.window = Window()\n        window, in_loop",
         "            pass\n        window, in_loop",
         "tests/joinables/ddp/test_kept_gradients.py::test_a_window_that_was_zeroed_weighs_nothing",
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "        if window.is_earlier:\n            return (False, False, False)",
-        "        if window.is_earlier:\n            window = self._memory.drop_window()",
+        "            return (False, False, False)\n",
+        "            window = self._memory.window = Window()\n",
         "tests/joinables/ddp/test_window_over_blocks.py::test_equals_one_process",
     ),
     Mutant(
@@ -152,7 +152,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "            memory.window, memory.kept = window, kept\n",
+        "            memory.window = window\n",
         "            pass\n",
         "tests/joinables/ddp/test_kept_gradients.py::test_gradients_whose_reduction_all_ranks_skip_are_not_forgotten",
     ),
@@ -479,7 +479,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "            memory.kept.add(self._parameters, 1 - factor)",
+        "            window.kept.add(self._parameters, 1 - factor)",
         "            pass",
         "tests/joinables/ddp/test_window_over_blocks.py::test_equals_one_process",
     ),

@@ -52,13 +52,13 @@ def test_a_result_that_is_kept_over_windows(pool: Pool, lockstep: bool) -> None:
         assert with_join[1::2] == without[1::2] and (lockstep or with_join == without)
 
 
-def skips_a_backward(rank: int, views: bool, lockstep: bool) -> tuple[float, str]:
+def skips_a_backward(rank: int, views: bool, initial: bool) -> tuple[float, str]:
     """Rank 0 skips a backward that rank 1 runs, with gradients of the step before."""
     ddp = one_weight(gradient_as_bucket_view=views)
     told, grad = "", 0.0
     try:
-        with Join([ddp], divide_by_initial_world_size=False) as join:
-            for step in join.iterate(range(2)) if lockstep else range(2):
+        with Join([ddp], divide_by_initial_world_size=initial) as join:
+            for step in join.iterate(range(2)):
                 output = ddp(torch.full((1, 1), 2.0 + step))
                 if step == 0 or rank == 1:
                     output.sum().backward()
@@ -68,10 +68,11 @@ def skips_a_backward(rank: int, views: bool, lockstep: bool) -> tuple[float, str
     return grad, told
 
 
+@pytest.mark.parametrize("initial", [False, True])
 @pytest.mark.parametrize("views", [False, True])
-def test_a_skipped_backward_leaves_gradients_as_they_were(pool: Pool, views: bool) -> None:
-    (grad, _), _ = pool.run(skips_a_backward, views, True, ranks=2)
-    assert grad == 2
+def test_a_skipped_backward_leaves_gradients_as_they_were(pool: Pool, views: bool, initial: bool) -> None:
+    (grad, told), _ = pool.run(skips_a_backward, views, initial, ranks=2)
+    assert grad == 2 and "Rank 0 skipped the backward" in told
 
 
 class Opaque:

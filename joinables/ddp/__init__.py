@@ -37,8 +37,8 @@ gradients are multiplied by ``world_size / n`` at the end of the backward. This 
 chains of modules and for accumulation, and is skipped while n is the world size. ``joinables.ddp.mean`` lists all means
 and the source of n. With weights, losses are scaled (``join.scaling``), and the sum of the weights replaces n.
 
-No rank waits for n before the end of the backward, with two exceptions: for the sum of weights if there is a comm hook,
-which receives parts of the weighted mean, and for the header if gradients are kept.
+No rank waits for n before the end of the backward, with two exceptions. If there is a comm hook, a rank waits for the
+sum of weights, since the hook receives parts of the weighted mean. If gradients are kept, it waits for the header.
 
 *Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. If a rank is
 out of data in the middle of an accumulation under ``no_sync``, its accumulated gradients go into the first burst that

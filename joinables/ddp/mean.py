@@ -1,4 +1,4 @@
-"""The means that a reduction can make: :class:`Means` chooses one, a :class:`Mean` says by what gradients are divided.
+"""The means that a reduction can make, each a :class:`Mean`: the divisor of gradients. :class:`Means` chooses one.
 
 DDP divides the sum over ranks by the world size W. Every mean is a multiple of this quotient, and counts the last
 result (``joinables.ddp.kept``) so often that the new result contains it once. S is the sum of the weights, n the number

@@ -5,17 +5,16 @@ from ``backward()`` to ``step()``::
 
               active rank                     dummy                           joined rank
               -----------                     -----                           -----------
-    found     Forwards finds the backward     the same                        a header announces the backward
-    window    the gradient is added to        the gradient, which is 0, is    own gradients are dropped, except in a
-              ``grad``, and the backward to   added to ``grad``               window that this block left open
-              the ``Window``
-    share     ``_share``: the window closes; the last result is counted as often as the mean says (``kept``); the sum of
-              the shares starts                                               the same
+    found     by a hook of ``Forwards``       the same                        by a header
+    window    counts the backward             the same; the gradient is 0     dropped, unless this block left it open
+    share     ``_share``                      the same                        the same
     reduce    DDP's reducer                   the same                        the reducer's own backward, empty
-    finish    ``_finish``: the quotient of DDP becomes the mean; what no rank used becomes what it was
-                                              the same                        the same, for sharded optimizers
+    finish    ``_finish``                     the same                        the same, for sharded optimizers
 
-- ``Means.choose`` decides by what gradients are divided (``joinables.ddp.mean``).
+- ``_share`` closes the window, so that ``grad`` becomes the share of the rank in the mean. It counts the last result as
+  often as the mean says (``joinables.ddp.kept``), and starts to sum the shares.
+- ``_finish`` turns the quotient of DDP into the mean. A gradient that no rank used becomes the gradient of before.
+- ``Means.choose`` decides on the divisor of the gradients (``joinables.ddp.mean``).
 - ``Window`` knows whether gradients wait for a reduction (``joinables.ddp.window``). It is open from the first backward
   of a window to the ``_share`` of its reduction, and outlives the block.
 - A rank that skips a backward of other ranks runs the steps of a joined rank, and puts its own gradients and window
@@ -121,14 +120,16 @@ class GradientSync(DDPBurst):
 
     @override
     def exchange(self, source: int) -> Exchange:
-        """Copy parameters from the last joiner, and gradients except for those that are not reduced yet.
+        """Copy parameters from the last joiner, and the last result, unless this rank has unreduced gradients.
 
-        Afterwards the same parameters have a gradient on all ranks, as ``_begin_forward`` requires.
+        Afterwards the gradients of all ranks contain it or not, as ``_begin_forward`` requires.
         """
-        unreduced = self._memory.window.backwards > 0 and not have_none(self._parameters)
-        keeps, parameters = unreduced or self._collective.rank == source, reducer.parameters(self._ddp)
-        present = [parameter.grad is not None for parameter in self._parameters]
-        gradients = [p.grad.to(p.dtype) for p in self._parameters if not unreduced and p.grad is not None]
+        window, parameters = self._memory.window, reducer.parameters(self._ddp)
+        unreduced = window.backwards > 0 and not have_none(self._parameters)
+        keeps = unreduced or self._collective.rank == source
+        results = [window.kept.get(i) if unreduced else p.grad for i, p in enumerate(self._parameters)]
+        present = [result is not None for result in results]
+        gradients = [r.to(p.dtype) for p, r in zip(self._parameters, results, strict=True) if r is not None]
         inbox = yield parameters, present, gradients
         source_parameters, present, gradients = inbox.skeleton
         inbox.fill(source_parameters, parameters)

@@ -124,11 +124,11 @@ class OverContributors(Mean):
 
     @override
     def factor(self) -> float:
-        total = self._summed() if self.in_forward else self._channel.headers.flags(self._burst)[CONTRIBUTES]
+        if self.in_forward:
+            total = self._channel.guard.wait(self._sum, "sums contributors", self._sum.total)
+        else:
+            total = self._channel.headers.flags(self._burst)[CONTRIBUTES]
         return self._world_size / total if total else 1.0
-
-    def _summed(self) -> float:
-        return self._channel.guard.wait(self._sum, "sums weights or contributors", self._sum.total)
 
 
 class Weighted(OverContributors):
@@ -148,7 +148,7 @@ class Weighted(OverContributors):
 
     @override
     def factor(self) -> float:
-        mean_weight = self._summed() / self._world_size
+        mean_weight = self._channel.guard.wait(self._sum, "sums weights", self._sum.total) / self._world_size
         self._channel.scaling.learn(mean_weight, len(self._channel.roster.backwards))
         return self._unit / mean_weight if mean_weight else 1.0
 

@@ -229,12 +229,13 @@ class GradientSync(DDPBurst):
         if weight == 0 or self._factors.factor != 1.0:
             self._factors.multiply_by(0.0 if weight == 0 else 1.0)
         window.backwards += 1
-        mean = self._means.choose()
+        if in_loop or not self.is_pending:
+            mean = self._means.choose()
+        elif (mean := self._mean).weighted != (weight is not None):
+            raise JoinError(
+                "join.weight was set or unset between forward and backward. Set it before the forward. [J106]"
+            )
         if self._forwards.reduces_next or synchronised:
-            if self.is_pending and mean is not self._mean and not in_loop:
-                raise JoinError(
-                    "join.weight was set or unset between forward and backward. Set it before the forward. [J106]"
-                )
             self._mean = mean
             self._begin_reduction(in_loop)
             return
@@ -329,20 +330,16 @@ class GradientSync(DDPBurst):
             reducer.multiply_gradients(self._parameters, factor)
         mean.window, self._memory.window = window, Window()
 
-    def _shadow_backward(self) -> None:
-        arrivals = self._static_graph.learn(self._collective) if self._ddp.static_graph else None
-        reducer.shadow_backward(self._ddp, self._parameters, arrivals)
-
     def _finish(self, *, leads: bool = True) -> None:
         """Turn the result of a reduction, which is the sum divided by the world size, into the mean.
 
         Args:
-            leads: Whether this rank announces the rebuild of the buckets, which follows the first backward.
+            leads: Whether this rank is active. It then announces the rebuild of the buckets after the first backward.
 
         Raises:
             JoinError: If the reducer still waits for gradients.
         """
-        if not reducer.has_finished(self._ddp):
+        if leads and not reducer.has_finished(self._ddp):
             self._raise_unfinished()
         leaves_unused = self._ddp.find_unused_parameters or self._ddp.static_graph
         touched = reducer.used_anywhere(self._ddp) if leaves_unused else None
@@ -356,6 +353,13 @@ class GradientSync(DDPBurst):
             self._used.end_reduction()
         if leads and self._rebuild.is_due:
             self._rebuild.run()
+
+    def _shadow(self, *, leads: bool) -> None:
+        """Run a reduction without a backward of this rank's own; ``leads`` as for :meth:`_finish`."""
+        self._share()
+        arrivals = self._static_graph.learn(self._collective) if self._ddp.static_graph else None
+        reducer.shadow_backward(self._ddp, self._parameters, arrivals)
+        self._finish(leads=leads)
 
     def _drop(self) -> None:
         """Drop the gradients, so that this rank contributes nothing to the next reduction."""
@@ -375,9 +379,7 @@ class GradientSync(DDPBurst):
             self._buffers.main_hook()
         if self._memory.window.is_earlier or not self._memory.window.backwards:
             self._drop()
-        self._share()
-        self._shadow_backward()
-        self._finish(leads=False)
+        self._shadow(leads=False)
         self._rebuild.holds_followers = self._rebuild.is_due  # active ranks announce the rebuild next
 
     @override
@@ -405,10 +407,8 @@ class GradientSync(DDPBurst):
         try:
             self._drop()
             memory.window.with_dummies = window.with_dummies
-            self._share()
-            self._shadow_backward()
+            self._shadow(leads=True)
             has_result = self._certainly_has_result()
-            self._finish()
             if takes_result and has_result:
                 gradients = [parameter.grad for parameter in self._parameters]
         finally:

@@ -19,7 +19,12 @@ from joinables.ddp.kept import Kept
 
 def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Return whether no parameter has a gradient, as after ``zero_grad``."""
-    return not [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in parameters:
+        if parameter.grad is not None:
+            break
+    else:
+        return True
+    return False
 
 
 @dataclass(slots=True)

@@ -187,7 +187,7 @@ class GradientSync(DDPBurst):
             if not self._means.unweighted.splits_kept:
                 early = buffers is not None
             else:
-                early = not window.kept if window.backwards else have_none(self._parameters)
+                early = (window.backwards > 0 and not window.kept) or have_none(self._parameters)
             if early:
                 self._mean = self._means.choose()
                 self._mean.in_forward = buffers is not None

@@ -14,8 +14,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "else have_none(self._parameters)\n",
-        "else True\n",
+        "not window.kept) or have_none(self._parameters)",
+        "not window.kept) or True",
         "tests/joinables/ddp/test_headers.py::test_gradients_that_are_kept_cost_a_header_for_the_backward",
     ),
     Mutant(
@@ -140,8 +140,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "self._summed() if self.in_forward else",
-        "",
+        "        if self.in_forward:\n            total",
+        "        if False:\n            total",
         "tests/joinables/ddp/test_backwards.py::test_equals_one_process",
     ),
     Mutant(

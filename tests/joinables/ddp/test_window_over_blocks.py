@@ -72,12 +72,12 @@ def test_equals_one_process(pool: Pool, cleared: str, kind: str, validates: bool
         assert_same(found, gradients(model), TOLERANCE)
 
 
-def keeps_a_result(rank: int, cleared: str, over_all_ranks: bool, third: bool) -> dict[str, torch.Tensor]:
+def keeps_a_result(rank: int, net: str, cleared: str, over_all_ranks: bool, third: bool) -> dict[str, torch.Tensor]:
     """The result of a reduction is still in the gradients when the window begins that is open between the blocks.
 
     ``third`` says whether the third rank has data in the second block.
     """
-    model = build("mlp")
+    model = build(net)
     ddp = DistributedDataParallel(model)
     for block, counts in enumerate(COUNTS):
         with Join([ddp], divide_by_initial_world_size=over_all_ranks):
@@ -93,14 +93,15 @@ def keeps_a_result(rank: int, cleared: str, over_all_ranks: bool, third: bool) -
 
 @pytest.mark.parametrize(("over_all_ranks", "third"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("cleared", CLEARED)
-def test_a_result_under_the_window(pool: Pool, cleared: str, over_all_ranks: bool, third: bool) -> None:
-    model, parts = build("mlp"), 3 if over_all_ranks else 2
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+def test_a_result_under_the_window(pool: Pool, net: str, cleared: str, over_all_ranks: bool, third: bool) -> None:
+    model, parts = build(net), 3 if over_all_ranks else 2
     for rank in range(3 if CLEARED[cleared] is None else 0):
         (loss_of(model, rank, 2) / 3).backward()
     for block in range(0 if CLEARED[cleared] is None else 1, 2):
         for rank in range(3 if third and block else 2):
             (loss_of(model, rank, block) / parts).backward()
-    for found in pool.run(keeps_a_result, cleared, over_all_ranks, third, ranks=3):
+    for found in pool.run(keeps_a_result, net, cleared, over_all_ranks, third, ranks=3):
         assert_same(found, gradients(model), TOLERANCE)
 
 

@@ -345,6 +345,7 @@ class GradientSync(DDPBurst):
         touched = reducer.used_anywhere(self._ddp) if leaves_unused else None
         if touched is not None:
             self._mean.window.kept.restore(self._parameters, touched)
+        self._mean.window.kept.clear()  # it is as large as the gradients
         if self._mean.in_parts:
             self._factors.multiply_by(1.0)
         elif self._mean.corrects and (factor := self._mean.factor()) != 1:

@@ -160,7 +160,7 @@ MUTANTS = [
         "joinables/ddp/kept.py",
         "gradient.copy_(torch.where(used[index].to(result.device), gradient, result))",
         "pass",
-        "tests/joinables/test_random.py::test_what_was_found[kept gradients that nobody uses, weights]",
+        "tests/joinables/test_random.py::test_what_was_found[kept gradients that nobody uses, dummies]",
     ),
     Mutant(
         "joinables/ddp/mean.py",

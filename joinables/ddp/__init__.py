@@ -22,7 +22,7 @@ The header is sent in the forward and overlaps with its computation. In four cas
 begins instead, and buffers, if any, have a header of their own in the forward:
 
 - The blocks of the process group have several DDP modules, whose forwards and backwards may run in different orders.
-- Gradients are still present in the forward, under the mean over all ranks.
+- Gradients may contain the last result in the forward, under the mean over all ranks.
 - The number of contributors is needed and the module has no buffers.
 - The block has a ``timeout``.
 

@@ -135,8 +135,7 @@ def adopt_gradients(
         parameters: The parameters, equal on all ranks.
         present: Whether the other rank has a gradient, for each parameter. The other parameters have no gradient
             afterwards.
-        sent: The skeleton of these gradients. It is empty if the other rank has not reduced them yet; they are 0 here
-            then.
+        sent: The skeleton of these gradients.
         keeps: Whether this rank keeps its own gradients.
     """
     if keeps:
@@ -145,6 +144,6 @@ def adopt_gradients(
     held = [(parameter, parameter.grad) for parameter in compress(parameters, present)]
     # A hook that compresses gradients may have left one of another dtype.
     own = [torch.zeros_like(each) if grad is None or grad.dtype != each.dtype else grad for each, grad in held]
-    gradients = iter(inbox.fill(sent, own) if sent else [gradient.zero_() for gradient in own])
+    gradients = iter(inbox.fill(sent, own))
     for parameter, is_present in zip(parameters, present, strict=True):
         parameter.grad = next(gradients) if is_present else None

@@ -22,7 +22,7 @@ The header is sent in the forward and overlaps with its computation. In four cas
 begins instead, and buffers, if any, have a header of their own in the forward:
 
 - The blocks of the process group have several DDP modules, whose forwards and backwards may run in different orders.
-- Gradients are still present in the forward, under the mean over all ranks.
+- Gradients may contain the last result in the forward, under the mean over all ranks.
 - The number of contributors is needed and the module has no buffers.
 - The block has a ``timeout``.
 
@@ -34,25 +34,20 @@ another than before (``BufferSync``).
 
 *Scaling.* DDP divides by the world size. With ``divide_by_initial_world_size=False`` and n contributors, the reduced
 gradients are multiplied by ``world_size / n`` at the end of the backward. This is the same for every comm hook, for
-chains of modules and for accumulation, and is skipped while n is the world size. The source of n depends on the header:
+chains of modules and for accumulation, and is skipped while n is the world size. ``joinables.ddp.mean`` lists all means
+and the source of n. With weights, losses are scaled (``join.scaling``), and the sum of the weights replaces n.
 
-- A header that is sent when the backward begins counts the contributors.
-- A header that is sent in the forward cannot show whether a backward follows, so a separate number is summed next to
-  the buckets. With weights, losses are scaled (``join.scaling``), and this number is the sum of the weights.
-- In a loop over ``Join.iterate`` nothing is sent, since all ranks know which ranks had data, and the weights.
-
-No rank waits for n before the end of the backward, with two exceptions: for the sum of weights if there is a comm hook
-(``joinables.ddp.reduction``), and for the header if gradients are kept.
+No rank waits for n before the end of the backward, with two exceptions. If there is a comm hook, a rank waits for the
+sum of weights, since the hook receives parts of the weighted mean. If gradients are kept, it waits for the header.
 
 *Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. If a rank is
 out of data in the middle of an accumulation under ``no_sync``, its accumulated gradients go into the first burst that
 it shadows. Its other gradients do not.
 
 *Kept gradients.* DDP reduces the contents of ``grad``. Without ``zero_grad``, these include the last result, which the
-new mean must contain once (``joinables.ddp.reduction``). Each contributor adds it as many times as that takes: under
-the mean over all ranks ``world_size / n`` times. There, the backward begins by waiting for its header, which has just
-been sent. If headers travel in messages and no joined rank needs the gradients, the last result is taken out instead,
-and added to the new one.
+new mean must contain once (``joinables.ddp.kept``). Each contributor counts it as many times as that takes: under the
+mean over all ranks ``world_size / n`` times. There, the backward begins by waiting for its header, which has just been
+sent.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from join.protocol.headers import SentHeader
 from join.transfer import Exchange, broadcast_tree
 from joinables._torch import reducer
 from joinables.adapter import Announcing
-from joinables.ddp.records import memory_of
+from joinables.ddp.window import memory_of
 from joinables.state import shapes_of
 
 

@@ -28,7 +28,7 @@ from join import Join
 from join.collectives import Collective
 from join.collectives._torch_private import accumulators
 from joinables._torch import autograd, reducer
-from joinables.ddp.records import memory_of
+from joinables.ddp.window import memory_of
 
 
 class Factors:

@@ -12,6 +12,7 @@ from tests.models import TOLERANCE, assert_same, batch, build
 from tests.pool import Pool
 
 COUNTS = ((1, 1, 0), (1, 1, 0))
+KINDS = ["all ranks", "contributors", "weights", "weights, after a reduction", "weights, on a result"]
 CLEARED = {"kept": None, "zeroed in place": False, "set to None": True}
 
 
@@ -28,15 +29,16 @@ def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
 
 
-def train(rank: int, cleared: str, kind: str, validates: bool) -> dict[str, torch.Tensor]:
-    model = build("mlp")
+def train(rank: int, cleared: str, kind: str, validates: bool, net: str) -> dict[str, torch.Tensor]:
+    model = build(net)
     ddp = DistributedDataParallel(model)
     for block, counts in enumerate(COUNTS):
         with Join([ddp], divide_by_initial_world_size=kind != "contributors") as join:
-            if kind == "weights, after a reduction" and block == 0:  # which chooses the unit of the weights
+            if kind in ("weights, after a reduction", "weights, on a result") and block == 0:  # it chooses their unit
                 join.weight = weight_of(rank, block)
                 join.scale(loss_of(ddp, rank, block)).backward()
-                ddp.zero_grad()
+                if kind == "weights, after a reduction":
+                    ddp.zero_grad()
             for _ in range(counts[rank]):
                 if kind.startswith("weights"):
                     join.weight = weight_of(rank, block)
@@ -51,30 +53,37 @@ def train(rank: int, cleared: str, kind: str, validates: bool) -> dict[str, torc
     return gradients(model)
 
 
-@pytest.mark.parametrize("kind", ["all ranks", "contributors", "weights", "weights, after a reduction"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cleared", CLEARED)
-@pytest.mark.parametrize("validates", [False, True])
-def test_equals_one_process(pool: Pool, cleared: str, kind: str, validates: bool) -> None:
-    model = build("mlp")
+@pytest.mark.parametrize(("validates", "net"), [(False, "mlp"), (True, "mlp"), (False, "norm")])
+def test_equals_one_process(pool: Pool, cleared: str, kind: str, validates: bool, net: str) -> None:
+    """A module with buffers sends a header of another burst before the first backward of a block."""
+    model = build(net)
     begins = 0 if CLEARED[cleared] is None else 1
     of_window = [(rank, block) for block in range(begins, 2) for rank in range(3) if COUNTS[block][rank]]
     weights = [weight_of(*each) if kind.startswith("weights") else 1.0 for each in of_window]
     parts = {"all ranks": 3.0, "contributors": len({rank for rank, _ in of_window})}.get(kind, sum(weights))
     for weight, each in zip(weights, of_window, strict=True):
         (loss_of(model, *each) * weight / parts).backward()
-    for found in pool.run(train, cleared, kind, validates, ranks=3):
+    if kind == "weights, on a result" and CLEARED[cleared] is None:
+        for rank in range(3):
+            (loss_of(model, rank, 0) * weight_of(rank, 0) / sum(weight_of(each, 0) for each in range(3))).backward()
+    for found in pool.run(train, cleared, kind, validates, net, ranks=3):
         assert_same(found, gradients(model), TOLERANCE)
 
 
-def keeps_a_result(rank: int, cleared: str, over_all_ranks: bool) -> dict[str, torch.Tensor]:
-    """The result of a reduction is still in the gradients when the window begins that is open between the blocks."""
-    model = build("mlp")
+def keeps_a_result(rank: int, net: str, cleared: str, over_all_ranks: bool, third: bool) -> dict[str, torch.Tensor]:
+    """The result of a reduction is still in the gradients when the window begins that is open between the blocks.
+
+    ``third`` says whether the third rank has data in the second block.
+    """
+    model = build(net)
     ddp = DistributedDataParallel(model)
     for block, counts in enumerate(COUNTS):
         with Join([ddp], divide_by_initial_world_size=over_all_ranks):
             if block == 0:
                 loss_of(ddp, rank, 2).backward()
-            for _ in range(counts[rank]):
+            for _ in range(counts[rank] or (third and block)):
                 ddp.require_backward_grad_sync = block == 1
                 loss_of(ddp, rank, block).backward()
         if block == 0 and CLEARED[cleared] is not None:
@@ -82,16 +91,37 @@ def keeps_a_result(rank: int, cleared: str, over_all_ranks: bool) -> dict[str, t
     return gradients(model)
 
 
-@pytest.mark.parametrize("over_all_ranks", [True, False])
+@pytest.mark.parametrize(("over_all_ranks", "third"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("cleared", CLEARED)
-def test_a_result_under_the_window(pool: Pool, cleared: str, over_all_ranks: bool) -> None:
-    model, parts = build("mlp"), 3 if over_all_ranks else 2
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+def test_a_result_under_the_window(pool: Pool, net: str, cleared: str, over_all_ranks: bool, third: bool) -> None:
+    model, parts = build(net), 3 if over_all_ranks else 2
     for rank in range(3 if CLEARED[cleared] is None else 0):
         (loss_of(model, rank, 2) / 3).backward()
     for block in range(0 if CLEARED[cleared] is None else 1, 2):
-        for rank in range(2):
+        for rank in range(3 if third and block else 2):
             (loss_of(model, rank, block) / parts).backward()
-    for found in pool.run(keeps_a_result, cleared, over_all_ranks, ranks=3):
+    for found in pool.run(keeps_a_result, net, cleared, over_all_ranks, third, ranks=3):
+        assert_same(found, gradients(model), TOLERANCE)
+
+
+def leaves_a_window(rank: int) -> dict[str, torch.Tensor]:
+    """Both ranks accumulate in the first block, and rank 1 has no data in the second."""
+    model = build("mlp")
+    ddp = DistributedDataParallel(model)
+    for block in range(2):
+        with Join([ddp], divide_by_initial_world_size=False):
+            for _ in range(1 - rank * block):
+                ddp.require_backward_grad_sync = block == 1
+                loss_of(ddp, rank, block).backward()
+    return gradients(model)
+
+
+def test_a_window_that_a_rank_without_data_brings_is_dropped(pool: Pool) -> None:
+    model = build("mlp")
+    for block in range(2):
+        loss_of(model, 0, block).backward()
+    for found in pool.run(leaves_a_window, ranks=2):
         assert_same(found, gradients(model), TOLERANCE)
 
 

@@ -197,7 +197,7 @@ class OpenBlock:
         listed = [member.joinable for member in channel.roster.listed] if collective.world_size > 1 else []
         try:
             if is_first and collective.world_size > 1:
-                channel.guard.peers.look_again()  # from here on, the other ranks notice if this process ends
+                channel.guard.peers.be_seen()  # from here on, the other ranks notice if this process ends
             values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self._scope.members]
             with profiled("enter"):
                 if is_first:

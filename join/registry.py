@@ -1,9 +1,9 @@
 """Registry of adapters: :func:`register_joinable`, and the look-up that turns a listed object into joinables.
 
 The look-up goes through the classes of the object from the most specific class to ``object``, so an adapter for a
-subclass takes precedence over an adapter for its base class. If no class has an adapter and the object has
-``state_dict`` and ``load_state_dict``, it is joined as state. The package ``joinables`` has the adapters for PyTorch's
-own objects; the first look-up imports it.
+subclass takes precedence over an adapter for its base class. The package ``joinables`` has the adapters for PyTorch's
+own objects, and for any other object with ``state_dict`` and ``load_state_dict``, which is joined as state; the first
+look-up imports it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ T = TypeVar("T")
 Adapter = Callable[[Any], Joinable | Sequence[Joinable]]
 
 _adapters: dict[type, Adapter] = {}
-_state_adapter: list[Adapter] = []
 
 
 def register_joinable(cls: type[T], adapter: Callable[[T], Joinable | Sequence[Joinable]]) -> None:
@@ -32,11 +31,6 @@ def register_joinable(cls: type[T], adapter: Callable[[T], Joinable | Sequence[J
     _adapters[cls] = adapter
 
 
-def register_state_adapter(adapter: Adapter) -> None:
-    """Set the adapter for objects that have only ``state_dict`` and ``load_state_dict``."""
-    _state_adapter[:] = [adapter]
-
-
 def joinables_of(obj: Any) -> list[Joinable]:
     """Return the joinables of a listed object.
 
@@ -46,18 +40,16 @@ def joinables_of(obj: Any) -> list[Joinable]:
     if isinstance(obj, Joinable):
         return [obj]
     importlib.import_module("joinables")  # registers the adapters for torch's own objects, once
-    adapter = next((_adapters[cls] for cls in type(obj).__mro__ if cls in _adapters), None)
+    cls = next(cls for cls in type(obj).__mro__ if cls in _adapters)
     is_state = all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
-    if adapter is None and is_state and not isinstance(obj, type):
-        adapter = _state_adapter[0]
-    if adapter is None:
+    if cls is object and (isinstance(obj, type) or not is_state):
         kind = f"The class {obj.__qualname__}" if isinstance(obj, type) else f"A {type(obj).__qualname__} object"
         raise TypeError(
             f"{kind} cannot join. It is not a Joinable, has no state_dict and load_state_dict, and has no registered"
             " adapter. Remove it from the list, derive its class from join.Joinable, or call"
             f" join.register_joinable({type(obj).__name__}, adapter). [J096]"
         )
-    adapted = adapter(obj)
+    adapted = _adapters[cls](obj)
     listed = [adapted] if isinstance(adapted, Joinable) else adapted
     if not (isinstance(listed, Sequence) and listed and all(isinstance(item, Joinable) for item in listed)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(

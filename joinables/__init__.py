@@ -16,7 +16,7 @@ import join
 from join import *  # noqa: F403
 from join import Joinable, register_joinable
 from join.collectives.version import VERSION
-from join.registry import joinables_of, register_state_adapter
+from join.registry import joinables_of
 from joinables._torch.objects import is_replicated
 from joinables.adapter import TorchJoinable
 from joinables.ddp import joinables_of_ddp
@@ -92,7 +92,7 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
     return joinable_of_metric(module) or ModuleState(module)
 
 
-register_state_adapter(_through_wrappers(State))
+register_joinable(object, _through_wrappers(State))
 register_joinable(torch.nn.Module, _through_wrappers(_joinables_of_module))
 register_joinable(torch.optim.Optimizer, _through_wrappers(_joinables_of_optimizer))
 register_joinable(TorchJoinableBase, TorchJoinable)

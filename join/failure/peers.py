@@ -92,6 +92,10 @@ class Peers:
         if news.notes or block.aborted_for is not None or (news.ended and block.is_lost):
             raise self._cause_in(news)
 
+    def be_seen(self) -> None:
+        """Wait a moment until the other ranks can notice if this process ends."""
+        self._watch.refresh(TIMEOUTS.note)
+
     def look_again(self) -> None:
         """Read the board again, and then do as :meth:`look` does."""
         self._watch.refresh(TIMEOUTS.note)

@@ -7,8 +7,14 @@
 ``pip install 'joinables[NAME]'`` installs the framework of the same name.
 """
 
+from __future__ import annotations
+
 import os
 import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from typing_extensions import override
 
 
 def warn_if_alone(caller: str, processes: int, fix: str) -> None:
@@ -23,3 +29,33 @@ def warn_if_alone(caller: str, processes: int, fix: str) -> None:
     if processes == 1 and launched != "1" and "RANK" in os.environ:
         text = f"{caller} trains in num_processes=1, but WORLD_SIZE={launched}: each process trains a model of its own."
         warnings.warn(f"{text} {fix}", stacklevel=3)
+
+
+class Loader:
+    """Loader with the length of the longest loader of all ranks, or without a length if a rank's loader has none.
+
+    Args:
+        loader: This rank's loader.
+        length: The length of the longest loader; ``None`` if it is unknown.
+    """
+
+    def __init__(self, loader: Any, length: int | None) -> None:
+        self.loader, self.length = loader, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        if self.length is None:
+            kind = type(self.loader).__name__
+            raise TypeError(f"The {kind} of at least one rank has no length. Define __len__ on all ranks. [J124]")
+        return self.length
+
+    def __getattr__(self, name: str) -> Any:  # sampler, dataset, ...
+        if name == "loader" or name.startswith("__"):  # this is called before __init__ when a loader is unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:  # worker_init_fn, ...
+        object.__setattr__(self if name in ("loader", "length", "used") else self.loader, name, value)

@@ -41,7 +41,7 @@ import torch
 from typing_extensions import Self, override
 
 from join import Join, JoinError
-from join.batch import map_tensors
+from join.batch import Step, map_tensors
 from join.collectives import SingleCollective
 from join.collectives._torch_private import pytree
 from join.loop import Loop
@@ -120,11 +120,9 @@ class AcceleratedJoin(Join):
         super().__init__(joinables, loss_divided_by=steps, **arguments)
         if steps > 1:
             self.weight = 1.0
-        self._accelerator, self._even_batches = accelerator, even_batches
+        self._accelerator, self._prepared = accelerator, PreparedLoaders(lambda: self._step, even_batches)
         self._restore = ExitStack()
         self._loader: Any = None  # the loader of the last loop over iterate
-        self._nested: dict[int, int] = {}  # by the id of a prepared loader that began in a step: the step
-        self._evenness: dict[int, bool] = {}  # by the id of a sampler: its setting outside the block
 
     @override
     def __enter__(self) -> Self:
@@ -142,9 +140,8 @@ class AcceleratedJoin(Join):
         undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
         if self._block is not None:  # it is None with enable=False
             for loader in accelerator._dataloaders:
-                self._set_evenness(loader)
-                self._watch(loader)
-            undo.enter_context(counting_no_dummies(accelerator, self, lambda: self.evaluates))
+                self._prepared.change(loader, undo)
+            undo.enter_context(counting_no_dummies(accelerator, self, self._prepared.evaluates))
             undo.enter_context(replaced(accelerator, "save_state", partial(self._save_state, accelerator.save_state)))
 
     @override
@@ -155,54 +152,6 @@ class AcceleratedJoin(Join):
             super().__exit__(kind, error, traceback)
         if hasattr(self._loader, "dl_state_dict"):  # the loader had read ahead if a break ended the loop
             self._loader.dl_state_dict, self._loader = self.loader_state(), None
-
-    def _set_evenness(self, loader: Any) -> None:
-        module: Any = importlib.import_module("accelerate.data_loader")
-        sampler = loader.batch_sampler
-        if isinstance(sampler, module.BatchSamplerShard):
-            if self._even_batches is not None:
-                self._restore.callback(setattr, sampler, "even_batches", sampler.even_batches)
-                self._evenness[id(sampler)] = sampler.even_batches
-                sampler.even_batches = self._even_batches
-            elif sampler.even_batches:
-                _warn_of_repeats(
-                    "A prepared loader repeats samples until all ranks have the same number. Pass even_batches=False"
-                )
-        if isinstance(loader, module.DataLoaderDispatcher) or isinstance(loader.dataset, module.IterableDatasetShard):
-            _warn_of_repeats(
-                "A prepared loader of a stream yields the same number of batches on all ranks, and may repeat samples"
-                " for that. Do not pass it to accelerator.prepare, and let each rank read a stream of its own"
-            )
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether a prepared loader runs inside a step of a loop over :meth:`iterate`: its batches are no dummies."""
-        return self._step.in_loop and self._step.number in self._nested.values()
-
-    @contextmanager
-    def _reading(self, loader: Any) -> Generator[None]:
-        """Return a context in which a prepared loader runs; inside a step it is even, as all ranks gather its rows."""
-        step, sampler = self._step, loader.batch_sampler
-        if step.in_loop:
-            self._nested[id(loader)] = step.number
-        if (before := self._evenness.get(id(sampler))) is not None:
-            sampler.even_batches = before if step.in_loop else self._even_batches
-        try:
-            yield
-        finally:
-            self._nested.pop(id(loader), None)
-
-    def _watch(self, loader: Any) -> None:
-        """Notice when a prepared loader runs inside a step, and when it is left."""
-        kind = cast("Any", type(loader))
-        set_class = partial(vars(object)["__class__"].__set__, loader)  # some loaders have a property of this name
-
-        def batches(loader: Any) -> Generator[Any]:
-            with self._reading(loader):
-                yield from kind.__iter__(loader)
-
-        self._restore.callback(set_class, kind)
-        set_class(type(kind.__name__, (kind,), {"__iter__": batches}))
 
     def _save_state(self, as_usual: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Save the state; the state of the current loop's loader is that after the current batch."""
@@ -239,6 +188,65 @@ class AcceleratedJoin(Join):
         options.setdefault("dummy", "empty" if mixes_ranks else "last")
         self._loader = loader
         return super().iterate(loader, until, **options)
+
+
+class PreparedLoaders:
+    """Prepared loaders in a block: whether they are even, and whether one runs inside a step of the block's loop.
+
+    Args:
+        step: Returns the current step of the loop.
+        even_batches: The setting of prepared loaders, as in :func:`join_uneven_inputs`.
+    """
+
+    def __init__(self, step: Callable[[], Step], even_batches: bool | None) -> None:
+        self._step, self._even_batches = step, even_batches
+        self._nested: dict[int, int] = {}  # by the id of a loader that began inside a step: the number of the step
+        self._evenness: dict[int, bool] = {}  # by the id of a sampler: its setting outside the block
+
+    def evaluates(self) -> bool:
+        """Return whether a prepared loader runs inside the current step, so that its batches are no dummies."""
+        step = self._step()
+        return step.in_loop and step.number in self._nested.values()
+
+    def change(self, loader: Any, undo: ExitStack) -> None:
+        """Change a loader for the duration of a block, or warn if it repeats samples."""
+        module: Any = importlib.import_module("accelerate.data_loader")
+        sampler, kind = loader.batch_sampler, cast("Any", type(loader))
+        if isinstance(sampler, module.BatchSamplerShard):
+            if self._even_batches is not None:
+                undo.callback(setattr, sampler, "even_batches", sampler.even_batches)
+                self._evenness[id(sampler)] = sampler.even_batches
+                sampler.even_batches = self._even_batches
+            elif sampler.even_batches:
+                _warn_of_repeats(
+                    "A prepared loader repeats samples until all ranks have the same number. Pass even_batches=False"
+                )
+        if isinstance(loader, module.DataLoaderDispatcher) or isinstance(loader.dataset, module.IterableDatasetShard):
+            _warn_of_repeats(
+                "A prepared loader of a stream yields the same number of batches on all ranks, and may repeat samples"
+                " for that. Do not pass it to accelerator.prepare, and let each rank read a stream of its own"
+            )
+
+        def batches(loader: Any) -> Generator[Any]:
+            with self._reading(loader):
+                yield from kind.__iter__(loader)
+
+        set_class = partial(vars(object)["__class__"].__set__, loader)  # some loaders have a property of this name
+        undo.callback(set_class, kind)
+        set_class(type(kind.__name__, (kind,), {"__iter__": batches}))
+
+    @contextmanager
+    def _reading(self, loader: Any) -> Generator[None]:
+        """Return a context in which a loader runs; inside a step it is even, as all ranks gather its rows."""
+        step, sampler = self._step(), loader.batch_sampler
+        if step.in_loop:
+            self._nested[id(loader)] = step.number
+        if (before := self._evenness.get(id(sampler))) is not None:
+            sampler.even_batches = before if step.in_loop else self._even_batches
+        try:
+            yield
+        finally:
+            self._nested.pop(id(loader), None)
 
 
 def _warn_of_repeats(text: str) -> None:

@@ -51,7 +51,7 @@ from join import Join, JoinReport
 from join.batch import emptied, samples_in, tensors_in
 from join.collectives import collective_of
 from join.read_ahead import length_of
-from joinables.integrations import warn_if_alone
+from joinables.integrations import Loader, warn_if_alone
 from joinables.integrations.accelerate import check_accelerator, counting_no_dummies, scaling_losses
 from joinables.modules import replaced
 
@@ -67,6 +67,7 @@ except ImportError as missing:
 
 HOOKS = (
     "_get_num_items_in_batch",
+    "_prepare_inputs",
     "_init_training_state",
     "_run_epoch",
     "_track_num_input_tokens",
@@ -161,10 +162,10 @@ class JoinTrainerMixin(_Base):
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Compute the values from the length of an epoch on the rank with most batches, with a full last window."""
-        length = length_on_all_ranks(dataloader) if self._is_distributed else None
-        if length is not None:
+        if self._is_distributed:
+            lengths: list[Any] = collective_of(None).all_gather_object(length_of(dataloader), plain=True)
             size = args.gradient_accumulation_steps
-            dataloader = LoaderOfLength(dataloader, -(-length // size) * size)
+            dataloader = Loader(dataloader, None if None in lengths else -(-max(lengths) // size) * size)
         return self._plain.set_initial_training_values(args, dataloader)
 
     def _init_training_state(
@@ -449,35 +450,3 @@ def own_streams(accelerator: Any) -> AbstractContextManager[None]:
         return loader
 
     return replaced(accelerator, "prepare_data_loader", prepare)
-
-
-def length_on_all_ranks(loader: Any) -> int | None:
-    """Return the number of batches of the rank with most; ``None`` if loaders have no length. All ranks call this.
-
-    Raises:
-        ValueError: On all ranks, if some loaders have a length and others do not.
-    """
-    lengths: list[int | None] = collective_of(None).all_gather_object(length_of(loader), plain=True)
-    known = [length for length in lengths if length is not None]
-    if known and len(known) < len(lengths):
-        without = [rank for rank, length in enumerate(lengths) if length is None]
-        raise ValueError(
-            f"The train_dataset of ranks {without} has no length, but the others have. Define __len__ on all of them,"
-            " or on none. [J132]"
-        )
-    return max(known) if known else None
-
-
-class LoaderOfLength:
-    """Loader with the length of the longest one of all ranks; a Trainer computes the length of an epoch from it.
-
-    Args:
-        loader: This rank's loader.
-        length: The number of batches of the longest loader.
-    """
-
-    def __init__(self, loader: Any, length: int) -> None:
-        self.dataset, self._length = loader.dataset, length
-
-    def __len__(self) -> int:
-        return self._length

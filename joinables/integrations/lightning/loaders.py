@@ -26,6 +26,7 @@ from typing_extensions import Self, override
 from join import Join
 from join.collectives import collective_of
 from join.read_ahead import length_of
+from joinables.integrations import Loader
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.names import DataFetcher, rank_zero_warn
 
@@ -53,36 +54,6 @@ def trim(loader: Any) -> None:
             " same number, and they count twice. Remove the sampler from the loader, so that"
             " Trainer(strategy=JoinStrategy()) distributes the samples and repeats none."
         )
-
-
-class Loader:
-    """Loader with the length of the longest loader of all ranks, or without a length if a rank's loader has none.
-
-    Args:
-        loader: This rank's loader.
-        length: The length of the longest loader; ``None`` if it is unknown.
-    """
-
-    def __init__(self, loader: Any, length: int | None) -> None:
-        self.loader, self.length = loader, length
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        if self.length is None:
-            kind = type(self.loader).__name__
-            raise TypeError(f"The {kind} of at least one rank has no length. Define __len__ on all ranks. [J124]")
-        return self.length
-
-    def __getattr__(self, name: str) -> Any:  # sampler, dataset, ...
-        if name == "loader" or name.startswith("__"):  # this is called before __init__ when a loader is unpickled
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    @override
-    def __setattr__(self, name: str, value: Any) -> None:  # worker_init_fn, ...
-        object.__setattr__(self if name in ("loader", "length", "used") else self.loader, name, value)
 
 
 class StatefulLoader(Loader):

@@ -57,11 +57,14 @@ class Guard:
         """Number of the header that this rank waits for, or has waited for last."""
         self.is_connecting = False
         """Whether the ranks are connecting, so that a rank which does not answer is gone."""
+        self.is_fork = False
+        """Whether this process was forked from the rank, as its watch knows; an attribute, since each step reads it."""
         self._collective, self._progress, self._look_for_skipped = collective, progress, look_for_skipped
         self._arrived_at, self._busy_for = time.monotonic(), 0.0
 
     def begin(self) -> None:
         """Begin to watch the other ranks; called when the first block of the group opens."""
+        self.is_fork = self.peers.is_fork
         if self.is_fork:
             self.raise_closed()
         self.peers.begin()
@@ -73,11 +76,6 @@ class Guard:
         self.peers.end()
         if self.is_lost:
             self._collective.hold()
-
-    @property
-    def is_fork(self) -> bool:
-        """Whether this process was forked from the rank that made the group."""
-        return self.peers.is_fork
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -214,7 +212,7 @@ class Guard:
 
     def _leave_to_parent(self) -> None:
         """Do nothing more in the block, since this process is a fork of the rank."""
-        self.is_lost = True
+        self.is_fork = self.is_lost = True
         self.closed, self._collective.waiter = "this process is a fork", None
 
     def close_and_raise(self, error: JoinError) -> NoReturn:

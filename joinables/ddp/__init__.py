@@ -45,7 +45,7 @@ out of data in the middle of an accumulation under ``no_sync``, its accumulated 
 it shadows. Its other gradients do not.
 
 *Kept gradients.* DDP reduces the contents of ``grad``. Without ``zero_grad``, these include the last result, which the
-new mean must contain once (``joinables.ddp.kept``). Each contributor counts it as many times as that takes: under the
+new mean must contain once (``joinables.ddp.window``). Each contributor counts it as many times as that takes: under the
 mean over all ranks ``world_size / n`` times. There, the backward begins by waiting for its header, which has just been
 sent.
 """

@@ -12,7 +12,7 @@ from ``backward()`` to ``step()``::
     finish    ``_finish``                     the same                        the same, for sharded optimizers
 
 - ``_share`` closes the window, so that ``grad`` becomes the share of the rank in the mean. It counts the last result as
-  often as the mean says (``joinables.ddp.kept``), and starts to sum the shares.
+  often as the mean says (``joinables.ddp.window``), and starts to sum the shares.
 - ``_finish`` turns the quotient of DDP into the mean. A gradient that no rank used becomes the gradient of before.
 - ``Means.choose`` decides on the divisor of the gradients (``joinables.ddp.mean``).
 - ``Window`` knows whether gradients wait for a reduction (``joinables.ddp.window``). It is open from the first backward
@@ -39,10 +39,9 @@ from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
-from joinables.ddp.kept import Kept
 from joinables.ddp.mean import CONTRIBUTES, Means
 from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
-from joinables.ddp.window import Window, have_none, memory_of
+from joinables.ddp.window import Kept, Window, have_none, memory_of
 from joinables.modules import adopt_gradients
 from joinables.own_collectives import mixing
 

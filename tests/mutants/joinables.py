@@ -157,7 +157,7 @@ MUTANTS = [
         "tests/joinables/ddp/test_kept_gradients.py::test_gradients_whose_reduction_all_ranks_skip_are_not_forgotten",
     ),
     Mutant(
-        "joinables/ddp/kept.py",
+        "joinables/ddp/window.py",
         "gradient.copy_(torch.where(used[index].to(result.device), gradient, result))",
         "pass",
         "tests/joinables/test_random.py::test_what_was_found[kept gradients that nobody uses, dummies]",

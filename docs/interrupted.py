@@ -30,8 +30,8 @@ Two ranks train on uneven batches. In each run, rank 1 gets a `KeyboardInterrupt
 
 Rank 0 never waited without limit, and never ended with another error.
 
-The first line of `Join(...)` and of the end of the `with` statement is missing: an exception there comes before any
-code of the library can catch it. The other ranks then get `PeerError` when the process of rank 1 ends.
+Three lines are missing: the first ones of `Join(...)`, of the beginning and of the end of the `with` statement. An
+exception there comes before any code of the library can catch it. The other ranks then get `PeerError` when the process of rank 1 ends.
 """
 
 

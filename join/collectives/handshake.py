@@ -8,8 +8,10 @@ made at the same time, and each end proves that it has the key::
     -------------------------------------------         -----------------
     hello: its rank, the rank that it expects, a nonce
                                                         a nonce of its own, and its proof
-    its proof, on the first connection with a right one
-                                                        keeps the connection if the proof is right
+    its proof, on connections with a right one
+                                                        keeps the first connection with a right
+                                                        proof, and says so in one byte
+    keeps the connection
 
 A proof is an HMAC over the role of its sender, both ranks, both nonces, and the address that was offered. So a recorded
 or reflected message proves nothing, nor does a program that passes messages on from another address.
@@ -48,7 +50,7 @@ from join.collectives.version import VERSION
 
 SWITCH = "JOIN_MESSAGES"
 """Environment variable that is 0 if a rank should open no connections for messages."""
-FORMAT = 1
+FORMAT = 2
 """Number of the format of the messages. All ranks need the same."""
 
 Place: TypeAlias = tuple[str, int]
@@ -61,6 +63,7 @@ _HELLO = struct.Struct("<8sII32s")  # a constant, the rank that connects, the ra
 _CONSTANT = b"joinable"
 _BYTES = 32  # of a nonce, and of a proof
 _MOST_STRANGERS = 128  # connections of which neither end is proven
+_KEEPS = b"k"  # what a rank that listens says of a connection that it keeps
 _NO_PROOF = "another program answers"
 _BACKLOG = 1024
 _PAUSE = 0.05  # seconds, before a rank calls again a place that has closed a connection
@@ -214,7 +217,8 @@ class _Meeting:
                 due = [call for call in self._again if call[0] <= time.monotonic()]
                 self._again = [call for call in self._again if call not in due]
                 for _, distance, place in due:
-                    self._call(distance, place)
+                    if distance not in self._outward:
+                        self._call(distance, place)
                 for key, _ in self._selector.select(min(left, _PAUSE) if self._again else left):
                     connection: Any = key.fileobj
                     if connection.fileno() < 0:  # it was closed since
@@ -280,10 +284,11 @@ class _Meeting:
             answer = yield from _received(connection, 2 * _BYTES)
             about = self._rank, other, nonce + answer[:_BYTES], place
             self._compare(answer[_BYTES:], b"listens", *about)
+            self._proven.add(distance)
             if distance in self._outward:
                 return
             connection.sendall(self._proof(b"connects", *about))
-            self._proven.add(distance)
+            yield from _received(connection, len(_KEEPS))
             self._outward[distance] = connection
             yield selectors.EVENT_READ
             raise ConnectionResetError
@@ -327,6 +332,7 @@ class _Meeting:
             self._compare((yield from _received(connection, _BYTES)), b"connects", *about)
             if self._inward.setdefault(distance, connection) is connection:
                 del self._strangers[connection]
+                connection.sendall(_KEEPS)
                 yield selectors.EVENT_READ
                 raise GaveUp("")  # the other rank has closed the connection
 

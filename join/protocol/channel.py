@@ -410,6 +410,7 @@ class Channel:
     def exit_loop(self, loop: Lockstep) -> None:
         """Continue with the plain part of the block, after a loop that has ended on all ranks."""
         self._last_place = loop.progress.place()._replace(headers=self.headers.tally.headers)
+        loop.progress.last_member = None  # it refers to a module, and the loop may outlive the block
         self._last_step = loop.last_with_data
         self.headers.leader = 0  # in the rest of the block, which all ranks reach
         if self.late_use is not None:

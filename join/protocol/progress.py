@@ -67,11 +67,12 @@ class LoopProgress:
 
     def place(self) -> Progress:
         """Return the progress of this rank, for the other ranks to read."""
+        member = self.last_member  # once, since another thread calls this
         return Progress(
             loop=self._loop,
             step=self.steps,
             bursts=self.bursts,
-            burst="" if self.last_member is None else self.last_member.joinable.join_name,
+            burst="" if member is None else member.joinable.join_name,
             issued=self.issued() - self._issued_before,
             left=self.has_left,
         )

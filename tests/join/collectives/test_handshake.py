@@ -369,7 +369,7 @@ def test_an_interrupt_ends_it(ending: Ending) -> None:
 def unlike(rank: int) -> None:
     with mock.patch.object(module, "VERSION", "9.9" if rank == 1 else VERSION), pytest.raises(RuntimeError) as caught:
         collective_of(None).line()
-    own, other = (f"joinables {version} with message format 1" for version in (VERSION, "9.9"))
+    own, other = (f"joinables {version} with message format 2" for version in (VERSION, "9.9"))
     assert f"(rank 0: {own}; rank 1: {other}; rank 2: {own})" in str(caught.value)
 
 

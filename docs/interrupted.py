@@ -17,7 +17,8 @@ This page counts how often a rank was interrupted while it entered or left a `Jo
 of `tests/join/failure/test_injected.py`. [When a rank fails](failures.md) explains what the ranks see.
 
 Two ranks train on uneven batches. In each run, rank 1 gets a `KeyboardInterrupt` (Ctrl-C) or SIGKILL in one line of
-`join` or `joinables`, the first time that it reaches this line. {share}
+`join` or `joinables`, the first time that it reaches this line.
+{share}
 
 - *Told*: rank 0 ended with a `PeerError` that names rank 1. After a Ctrl-C, the process of rank 1 was still running, so
   rank 0 was told before that process ended.
@@ -31,7 +32,8 @@ Two ranks train on uneven batches. In each run, rank 1 gets a `KeyboardInterrupt
 Rank 0 never waited without limit, and never ended with another error.
 
 Three lines are missing: the first ones of `Join(...)`, of the beginning and of the end of the `with` statement. An
-exception there comes before any code of the library can catch it. The other ranks then get `PeerError` when the process of rank 1 ends.
+exception there comes before any code of the library can catch it. The other ranks then get `PeerError` when the process
+of rank 1 ends.
 """
 
 

@@ -126,7 +126,9 @@ class GradientSync(DDPBurst):
         window, parameters = self._memory.window, reducer.parameters(self._ddp)
         unreduced = window.backwards > 0 and not have_none(self._parameters)
         keeps = unreduced or self._collective.rank == source
-        results = [window.kept.get(i) if unreduced else p.grad for i, p in enumerate(self._parameters)]
+        results = [p.grad for p in self._parameters]
+        if unreduced:  # of which only the last result is for the other ranks
+            results = [None if g is None else window.kept.get(i, torch.zeros_like(g)) for i, g in enumerate(results)]
         present = [result is not None for result in results]
         gradients = [r.to(p.dtype) for p, r in zip(self._parameters, results, strict=True) if r is not None]
         inbox = yield parameters, present, gradients

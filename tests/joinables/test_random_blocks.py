@@ -304,6 +304,9 @@ FOUND = {
     "a kept gradient under a window that outlasts its block": Program(
         (Block(PLAIN, (0, 3)), Block(PLAIN, (0, 1))), window=2, initial=True, to_none=False
     ),
+    "gradients of zeros on the rank with a window that is dropped between two blocks": Program(
+        (Block(PLAIN, (0, 4, 0)), Block(LOCKSTEP, (0, 1, 0))), window=3, to_none=False, freezes="steps"
+    ),
     "a part that is frozen within a window, in a block that does nothing": Program(
         (Block(DISABLED, (2, 2)),), window=2, weighted=True, to_none=False, freezes="steps"
     ),

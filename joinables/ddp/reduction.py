@@ -127,8 +127,10 @@ class GradientSync(DDPBurst):
         unreduced = window.backwards > 0 and not have_none(self._parameters)
         keeps = unreduced or self._collective.rank == source
         results = [p.grad for p in self._parameters]
-        if unreduced:  # of which only the last result is for the other ranks
-            results = [None if g is None else window.kept.get(i, torch.zeros_like(g)) for i, g in enumerate(results)]
+        if unreduced:  # of which only the last result is for the other ranks, or zeros, unless headers depend on these
+            headers_depend = self._means.unweighted.splits_kept
+            zeros = [None if g is None or headers_depend else torch.zeros_like(g) for g in results]
+            results = [window.kept.get(i, zero) for i, zero in enumerate(zeros)]
         present = [result is not None for result in results]
         gradients = [r.to(p.dtype) for p, r in zip(self._parameters, results, strict=True) if r is not None]
         inbox = yield parameters, present, gradients

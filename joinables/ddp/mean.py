@@ -188,7 +188,7 @@ class Means:
     def choose(self) -> Mean:
         """Return the mean of the current forward or backward."""
         channel, step = self._channel, self._channel.step
-        if not channel.step.in_loop:
+        if not step.in_loop:
             return self.unweighted if self.scope.weight is None else self._weighted
         if self._over_all_ranks or channel.scaling.in_use or not 0 < step.contributors < channel.collective.world_size:
             return self._as_it_is

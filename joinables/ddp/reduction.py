@@ -255,20 +255,19 @@ class GradientSync(DDPBurst):
         memory, channel = self._memory, self._channel
         if (memory.window.backwards or memory.window.number) and memory.window.was_zeroed(self._parameters):
             memory.window = Window()
-        window, in_loop = memory.window, channel.step.in_loop
-        number = channel.step.window
-        if window.number != number:
+        window, step = memory.window, channel.step
+        if window.number != step.window:
             if window.backwards:
                 raise JoinError(
                     f"Gradients of an earlier step are still unreduced at the start of {self.join_name}. A loop over"
                     " join.iterate has to know its accumulation windows. Pass join.iterate(loader, window=k), or call"
                     " zero_grad() between loops. [J471]"
                 )
-            window = memory.window = Window(number=number)
+            window = memory.window = Window(number=step.window)
             if self._used.counts:
                 self._used.begin_window()
         window.is_earlier = False
-        window.with_dummies |= in_loop and channel.step.contributors < self._collective.world_size
+        window.with_dummies |= step.in_loop and step.contributors < self._collective.world_size
         if window.weight is not None and window.unit != channel.scaling.unit:  # chosen by a reduction since
             factor = window.unit / channel.scaling.unit
             reducer.multiply_gradients(self._parameters, factor)

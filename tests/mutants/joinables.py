@@ -92,8 +92,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "            memory.window = Window()\n        window, in_loop",
-        "            pass\n        window, in_loop",
+        "            memory.window = Window()\n        window, step",
+        "            pass\n        window, step",
         "tests/joinables/ddp/test_kept_gradients.py::test_a_window_that_was_zeroed_weighs_nothing",
     ),
     Mutant(

@@ -202,9 +202,5 @@ def _twin_of(metric: Any) -> Any:
     twin = copy.deepcopy(metric, {id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor)})
     twin.reset()
     for part in metrics_in(twin).values():
-        part.distributed_available_fn = _never  # the other ranks have no twin
+        part.distributed_available_fn = bool  # which returns False: the other ranks have no twin
     return twin
-
-
-def _never() -> bool:
-    return False

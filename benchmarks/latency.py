@@ -193,7 +193,9 @@ CASES: dict[str, Callable[[], Training]] = {
     "GAN": gan,
     "GAN with BatchNorm": partial(gan, norms=True),
 }
-HANGS = {"torch's Join": ("GAN", "GAN with BatchNorm")}  # the models on which a way hangs
+GANS = ("GAN", "GAN with BatchNorm")
+NOT_MEASURED = {"torch's Join": GANS, "Join, weighted": GANS, "join.iterate, weighted": GANS}
+"""The models of which a way is not measured: torch's ``Join`` hangs, and losses of a GAN have no weights."""
 PARTS = ["next", "zero_grad", "forward", "backward", "step"]
 BLOCK = "block"
 UPDATE = ["zero_grad", "forward", "forward", "backward", "step"]
@@ -218,7 +220,7 @@ def run_rank(rank: int, options: argparse.Namespace) -> dict[str, dict[str, Meas
 
 def measure(case: str, options: argparse.Namespace) -> dict[str, Measured]:
     wanted = ("plain", "plain, again", *(options.way or WAYS))
-    names = [name for name in WAYS if name in wanted and case not in HANGS.get(name, ())]
+    names = [name for name in WAYS if name in wanted and case not in NOT_MEASURED.get(name, ())]
     results: dict[str, Measured] = {name: {part: [] for part in [*PARTS, BLOCK]} for name in names}
     with trainings_of(CASES[case], names) as trainings:
         for name in turns(names, options.rounds, seed=0):

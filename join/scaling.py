@@ -159,6 +159,18 @@ _CALL = (
 )
 
 
+def refuse_unreduced(name: str) -> NoReturn:
+    """Raise an error because gradients of an earlier window are unreduced at the beginning of a forward or backward.
+
+    Args:
+        name: The name of the joinable.
+    """
+    raise JoinError(
+        f"Gradients of an earlier step are still unreduced at the start of {name}. A loop over join.iterate has to know"
+        " its accumulation windows. Pass join.iterate(loader, window=k), or call zero_grad() between loops. [J471]"
+    )
+
+
 # -- in a plain block that does nothing --------------------------------------------------------------------------------
 
 

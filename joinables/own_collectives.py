@@ -28,8 +28,9 @@ from typing_extensions import override
 from join import Join, JoinError
 from join.collectives._torch_private import on_gradient
 from join.protocol.channel import Channel
+from join.scaling import refuse_unreduced
 from joinables._torch import autograd
-from joinables._torch.objects import divisors_of, fsdp1_groups, reducers_of
+from joinables._torch.objects import divisors_of, fsdp1_groups, reducers_of, reduces
 from joinables.adapter import Announcing
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, refuse_backward_on_dummy
 from joinables.modules import ModuleHook, run_uncompiled, synchronised_norms, tensors_with_grad, zero_of
@@ -68,6 +69,7 @@ class ShardedModule(Announcing):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
+        self._unreduced = 0  # the number of the window whose gradients are unreduced, if any
         # By name, since a module that has not been sharded again after its forward has other, plain parameters.
         parts = cast("Iterator[tuple[str, torch.nn.Module]]", self._module.named_modules())
         sharded = [(name, part) for name, part in parts if _is_sharded_itself(part)]
@@ -118,6 +120,8 @@ class ShardedModule(Announcing):
         watches = channel.step.shadowing or channel.step.may_be_last
         if channel.late_use is not None:
             channel.late_use = channel.late_use.called(arguments)
+        if torch.is_grad_enabled():
+            self._enter_window(channel.step.window)
         channel.announce(self)
         if not watches:
             return None
@@ -126,6 +130,11 @@ class ShardedModule(Announcing):
             return None
         self._is_replaced = True
         return self._dummy_forward.instead_of(arguments)
+
+    def _enter_window(self, number: int) -> None:
+        if self._unreduced not in (0, number):
+            refuse_unreduced(self.join_name)
+        self._unreduced = 0 if all(map(reduces, self._reducers)) else number
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
         if not self._channel.step.shadowing or autograd.in_backward():

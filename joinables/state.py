@@ -100,7 +100,7 @@ class OptimizerState(Silent):
         values = group_values(self._optimizer.param_groups)
         values["number of steps made on gradients in loops over join.iterate"] = self._steps_in_loops
         counts: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the device, and the index of the parameter
-        for index, state in self._states(self._parameters).items():
+        for index, state in self._states(parameters_of(self._optimizer)).items():
             count: Any = state.get("step") if hasattr(state, "get") else None
             if isinstance(count, torch.Tensor) and count.numel() == 1:
                 counts.setdefault(count.device, {})[index] = count.detach().reshape(())
@@ -116,7 +116,7 @@ class OptimizerState(Silent):
     @override
     def exchange(self, source: int) -> Exchange:
         optimizer, keeps = self._optimizer, self._channel.keeps_own_state
-        groups, parameters = without_params(optimizer.param_groups), self._parameters
+        groups, parameters = without_params(optimizer.param_groups), parameters_of(optimizer)
         states = self._states(parameters)
         shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
         why_not = unlike_others((groups, states, parameters))
@@ -160,11 +160,6 @@ class OptimizerState(Silent):
         return ""
 
     # -- the parts ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        """Parameters of all groups, including groups that were added later."""
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _states(self, parameters: Sequence[torch.nn.Parameter]) -> dict[Any, Any]:
         """Return the optimizer's state by the index of its parameter in ``parameters``, and other entries by key.
@@ -303,6 +298,11 @@ def group_values(groups: Sequence[Mapping[str, Any]], *, on_cpu: bool = False) -
         plain = plain_values(group, on_cpu=on_cpu).items()
         values |= {f"value {path} of parameter group {index}": value for path, value in plain}
     return values
+
+
+def parameters_of(obj: Any) -> list[torch.nn.Parameter]:
+    """Return the parameters in all groups of an optimizer; an empty list for an object without groups."""
+    return [parameter for group in getattr(obj, "param_groups", ()) for parameter in group["params"]]
 
 
 def without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,9 +10,10 @@ shard on the true gradients; otherwise the parameters in it would stay unchanged
     header is read                           .
     election of a leader, if the old one     the same
     left (*)
-    all-reduce of the hyperparameters (*):   the same:
-        the leader's, zeros on others; not       zeros; loads the sums
-        awaited
+    all-reduce of the hyperparameters (*)    the same:
+        and of a sample of gradients and         zeros; loads the hyperparameters, and compares the
+        parameters: the leader's, zeros on       sample with its own (``joinables.sample``)
+        others; not awaited                      .
     .                                        change gradients as the user does; step on the own shard
     broadcast of each rank's shard           broadcast of each rank's shard
 
@@ -30,14 +31,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join, Joinable, JoinError
 from join.collectives._torch_private import pytree
 from join.transfer import Exchange
+from joinables._torch import reducer
 from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.adapter import Announcing
-from joinables.state import group_values, without_params
+from joinables.sample import Sample
+from joinables.state import group_values, parameters_of, without_params
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -84,6 +88,11 @@ class ZeroStep(Announcing):
         listed = [member.joinable.join_target for member in join.channel.roster.listed]
         self._is_scaled = any(isinstance(target, torch.amp.GradScaler) and target.is_enabled() for target in listed)
         local = cast("torch.optim.Optimizer", cast("Any", self._zero).optim)  # steps this rank's shard
+        self._own_shard = set(map(id, parameters_of(local)))
+        modules = [target for target in listed if isinstance(target, DistributedDataParallel)]
+        compares = [] if self._transform_gradients is not None else modules  # a change may be random, such as noise
+        reduced = {id(parameter) for ddp in compares for parameter in reducer.parameters(ddp)}
+        self._sample = Sample(parameters_of(self._zero), reduced)
         self._handles = [
             self._zero.register_step_pre_hook(self._before_step),
             local.register_step_post_hook(self._after_local_step),
@@ -167,14 +176,37 @@ class ZeroStep(Announcing):
     def _send_hyperparameters(self, *, active: bool) -> None:
         is_leader = self._channel.headers.leader_for(self) == self._collective.rank
         values, structure = pytree.tree_flatten(without_params(self._zero.param_groups))
-        numbers = [float(value) if is_leader else 0.0 for value in values if _is_number(value)]
-        self._sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        numbers = [float(value) for value in values if _is_number(value)]
+        norms = self._sample.take(self._own_shard if active else set())
+        sent = [*numbers, *norms] if is_leader else [0.0] * len([*numbers, *norms])
+        self._sums = torch.tensor(sent, dtype=torch.float64, device="cpu")
         work = self._collective.all_reduce(self._sums)
         if not active:
             work.wait()
             sums = iter(cast("list[float]", self._sums.tolist()))
             received = [_like(value, next(sums)) if _is_number(value) else value for value in values]
             self._load_hyperparameters(pytree.tree_unflatten(received, structure))
+            self._compare(norms, list(sums))
+
+    def _compare(self, own: list[float], theirs: list[float]) -> None:
+        """Raise an error if the leader has changed gradients or parameters, because this rank has not."""
+        changed = self._sample.differs(own, theirs)
+        if changed == "gradients":
+            self._channel.guard.post_and_raise(
+                JoinError(
+                    f"The loop changes gradients before {self.join_name}, for example by clipping. A rank without data"
+                    " steps its shard without this change. List ZeroStep(optimizer, transform_gradients=function) with"
+                    " a function that makes the change, or loop over join.iterate. [J598]"
+                )
+            )
+        if changed == "parameters":
+            self._channel.guard.post_and_raise(
+                JoinError(
+                    f"The loop changes parameters after {self.join_name}, for example by a clamp. A rank without data"
+                    " does not, and its shard would become wrong. Loop over join.iterate, so that all ranks make the"
+                    " change. [J599]"
+                )
+            )
 
     @override
     def check_leavers(self) -> None:

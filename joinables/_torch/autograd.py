@@ -9,11 +9,13 @@ A docstring says what the private API replaces: a public API that torch lacks, o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from join.collectives._torch_private import after_backward, backward_under_way
 
@@ -24,6 +26,41 @@ def in_backward() -> bool:
     A checkpointed module runs its forward again inside a backward.
     """
     return backward_under_way() != -1
+
+
+def differentiated_collective(group: Any) -> str:
+    """Return the name of a collective on a process group through which the current backward passes; ``""`` without one.
+
+    Finds the collectives of ``torch.distributed.nn`` and the functional collectives that pass gradients to other ranks.
+    Replaces a query for the tensors at which a backward began: they are read from the frame of
+    ``torch.autograd.backward``, which is in another thread if this one belongs to a device.
+    """
+    nodes = [tensor.grad_fn for tensor in _roots() if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and function.__module__ == "torch.distributed.nn.functional":
+            if (node.group or dist.group.WORLD) is group:
+                return function.__name__.removeprefix("_")
+        elif getattr(node, "group_name", None) == group.group_name:
+            return node.name()
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                nodes.append(before)
+    return ""
+
+
+def _roots() -> list[torch.Tensor]:
+    for innermost in (sys._getframe(), *sys._current_frames().values()):
+        frame: Any = innermost
+        while frame is not None:
+            if frame.f_code is torch.autograd.backward.__code__:
+                tensors = frame.f_locals["tensors"]
+                return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            frame = frame.f_back
+    return []
 
 
 def hook_gradients(

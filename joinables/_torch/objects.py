@@ -113,6 +113,14 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer).update(_opt_called=True)
 
 
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a scheduler of torch was built for an optimizer, whose ``step`` it then marks.
+
+    Replaces a list of schedulers in the optimizer.
+    """
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether hooks can be registered on an optimizer; not if it skips the constructor of its base class.
 
@@ -162,6 +170,14 @@ def reducers_of(part: Any) -> list[Any]:
     state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else part
     require_of(state, ("_fsdp_param_groups|_fsdp_param_group|_comm_hook",))
     return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", part)]
+
+
+def reduces(reducer: Any) -> bool:
+    """Return whether one of these objects reduces the gradients of the next backward over all ranks.
+
+    Replaces a getter for FSDP1's ``no_sync``, and for the setters of ``fully_shard``.
+    """
+    return all(getattr(reducer, name, True) for name in ("_sync_gradients", "reduce_grads", "all_reduce_grads"))
 
 
 def divisors_of(reducer: Any) -> list[Any]:

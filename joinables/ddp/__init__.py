@@ -62,6 +62,7 @@ from join import Joinable
 from joinables._torch import reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync
 from joinables.ddp.reduction import GradientSync
+from joinables.unlisted import Unlisted
 
 
 def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
@@ -98,6 +99,7 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
             )
     rebuild = BucketRebuild(ddp)
     if not reducer.broadcasts_buffers(ddp):
-        return [rebuild, GradientSync(ddp, None, rebuild)]
+        return [rebuild, GradientSync(ddp, None, rebuild), Unlisted(ddp)]
     buffers = BufferSync(ddp)
-    return [rebuild, buffers, GradientSync(ddp, buffers, rebuild)]  # followers of the module follow its backward
+    # Followers of the module follow its backward.
+    return [rebuild, buffers, GradientSync(ddp, buffers, rebuild), Unlisted(ddp)]

@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from join import Join, JoinError, JoinHook, ProtocolError
 from join.collectives._torch_private import are_zero, writes_to
+from join.scaling import refuse_unreduced
 from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
@@ -214,7 +215,7 @@ class GradientSync(DDPBurst):
         if in_loop:
             weight = channel.step.weight
             if channel.scaling.in_use is not channel.scaling.flows:
-                channel.scaling.check_backward(self)
+                self._check_scaling()
         else:
             self.own_steps += 1
             weight = self._means.scope.weight
@@ -246,6 +247,20 @@ class GradientSync(DDPBurst):
             window.kept = Kept.copy_of(self._parameters)
         autograd.after_backward(partial(self._remember_writes, window))
 
+    def _check_scaling(self) -> None:
+        """Check the scaling of the loss, in the first backward of a loop or in one that is unlike the first."""
+        scaling = self._channel.scaling
+        if scaling.in_use is None and not scaling.flows:
+            collective = autograd.differentiated_collective(self._ddp.process_group)
+            if collective:
+                raise JoinError(
+                    f"The loss of {self.join_name} contains {collective}, which passes gradients to other ranks. They"
+                    " are wrong if a rank has no data, unless losses are scaled. Call join.scale(loss).backward(). If"
+                    " the loss is over the samples of all ranks, first multiply it by (number of all ranks) / (number"
+                    " of ranks with data in this step). [J700]"
+                )
+        scaling.check_backward(self)
+
     def _enter_window(self) -> Window:
         """Return the window of the next backward: the current one, or a new one after ``zero_grad`` or in a loop.
 
@@ -258,11 +273,7 @@ class GradientSync(DDPBurst):
         window, step = memory.window, channel.step
         if window.number != step.window:
             if window.backwards:
-                raise JoinError(
-                    f"Gradients of an earlier step are still unreduced at the start of {self.join_name}. A loop over"
-                    " join.iterate has to know its accumulation windows. Pass join.iterate(loader, window=k), or call"
-                    " zero_grad() between loops. [J471]"
-                )
+                refuse_unreduced(self.join_name)
             window = memory.window = Window(number=step.window)
             if self._used.counts:
                 self._used.begin_window()

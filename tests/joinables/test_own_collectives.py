@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
@@ -244,6 +245,38 @@ NORMED = {
 @pytest.mark.parametrize("name", NORMED)
 def test_synchronised_norm_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, shorter(replace(NORMED[name], loop=LOCKSTEP)))
+
+
+def accumulates(rank: int, how: str, window: int) -> str:
+    """Gradients are reduced in every second step."""
+    model: Any = build("mlp")
+    if how == "FSDP1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        model = shard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with Join([model, optimizer]) as join:
+            for step, (x, y) in enumerate(
+                join.iterate([batch(rank, 0, step) for step in range(2 * rank)], window=window)
+            ):
+                reduces = step % 2 == 1
+                if how == "fully_shard":
+                    model.set_requires_gradient_sync(reduces)
+                with model.no_sync() if how == "FSDP1" and not reduces else nullcontext():
+                    join.scale(((model(x) - y) ** 2).mean()).backward()
+                if reduces:
+                    optimizer.step()
+    except JoinError as error:
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "fully_shard"])
+def test_accumulation_that_the_loop_does_not_know(pool: Pool, ending: Ending, how: str) -> None:
+    for text in ending.run(accumulates, how, 1):
+        assert "Gradients of an earlier step are still unreduced" in text
+    assert pool.run(accumulates, how, 2) == ["fine"] * 3
 
 
 PAIRS = Case(data=Data(((0, 2), (3, 1), (2, 0))))

@@ -251,8 +251,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/zero.py",
-        "float(value) if is_leader else 0.0",
-        "float(value)",
+        "[*numbers, *norms] if is_leader else [0.0]",
+        "[*numbers, *norms] if True else [0.0]",
         "tests/joinables/test_zero.py::test_hyperparameters_are_those_of_one_active_rank",
     ),
     Mutant(
@@ -290,6 +290,97 @@ MUTANTS = [
         "            self._load_hyperparameters(pytree.tree_unflatten(received, structure))",
         "            pass",
         "tests/joinables/test_zero.py::test_a_learning_rate_that_is_raised",
+    ),
+    # -- what the loop does around the listed objects ------------------------------------------------------------------
+    Mutant(
+        "joinables/zero.py",
+        "self._sample.take(self._own_shard if active else set())",
+        "self._sample.take(set())",
+        "tests/joinables/test_sample.py::test_what_is_right_is_no_error",
+    ),
+    Mutant(
+        "joinables/zero.py",
+        "compares = [] if self._transform_gradients is not None else modules",
+        "compares = modules",
+        "tests/joinables/test_sample.py::test_what_is_right_is_no_error",
+    ),
+    Mutant(
+        "joinables/sample.py",
+        "self._taken & (self._taken - 1) == 0 or ",
+        "",
+        "tests/joinables/test_sample.py::test_a_device_is_waited_for_in_few_steps",
+    ),
+    Mutant(
+        "joinables/sample.py",
+        "any(apart[:count])",
+        "False",
+        "tests/joinables/test_sample.py::test_changed_parameters_are_an_error",
+    ),
+    Mutant(
+        "joinables/sample.py",
+        "any(apart[count:])",
+        "False",
+        "tests/joinables/test_sample.py::test_changed_gradients_are_an_error",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        "or self._channel.step.in_loop:",
+        ":",
+        "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        "        if self._is_uneven:",
+        "        if True:",
+        "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        " and id(p) not in covered",
+        "",
+        "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        "if join_of(optimizer) is None and any(",
+        "if any(",
+        "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        "optimizer.state.get(p) and ",
+        "",
+        "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        " and not any(map(_may_set_rates, listed))",
+        "",
+        "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing",
+    ),
+    Mutant(
+        "joinables/own_collectives.py",
+        "0 if all(map(reduces, self._reducers)) else number",
+        "0",
+        "tests/joinables/test_own_collectives.py::test_accumulation_that_the_loop_does_not_know",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "if scaling.in_use is None and not scaling.flows:",
+        "if False:",
+        "tests/joinables/ddp/test_loss_over_ranks.py::test_it_is_refused",
+    ),
+    Mutant(
+        "joinables/_torch/autograd.py",
+        "if (node.group or dist.group.WORLD) is group:",
+        "if True:",
+        "tests/joinables/ddp/test_loss_over_ranks.py::test_it_is_scaled_or_passes_no_gradients",
+    ),
+    Mutant(
+        "joinables/_torch/autograd.py",
+        'elif getattr(node, "group_name", None) == group.group_name:',
+        "elif False:",
+        "tests/joinables/ddp/test_loss_over_ranks.py::test_it_is_refused",
     ),
     # -- state ---------------------------------------------------------------------------------------------------------
     Mutant(

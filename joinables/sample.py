@@ -1,0 +1,62 @@
+"""Sample of the values with which a sharded optimizer steps: :class:`Sample`.
+
+A joined rank steps its shard on the reduced gradients, and on parameters as they were after the step before. If the
+loop changes gradients before the step, by clipping, or parameters after it, by a clamp, the joined rank does not make
+the change, and its shard becomes wrong. The rank that shares its hyperparameters with joined ranks therefore sends a
+few norms along, and they compare these with their own.
+
+A sample finds a change of all gradients, as clipping by the norm is, and a change of all parameters. A change of a few
+elements can be missed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+_PARAMETERS = 4  # that have a norm
+
+
+class Sample:
+    """Norms of some rows of some parameters and gradients.
+
+    Args:
+        parameters: The parameters of the optimizer, in the same order on all ranks.
+        reduced: The ids of the parameters whose gradients are reduced.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], reduced: set[int]) -> None:
+        self._parameters = parameters[:: max(1, len(parameters) // _PARAMETERS)][:_PARAMETERS]
+        self._reduced = [parameter for parameter in self._parameters if id(parameter) in reduced][-1:]
+        self._taken = 0
+
+    @torch.no_grad()
+    def take(self, stepped: set[int]) -> list[float]:
+        """Return the norms, as NaN where they are unknown.
+
+        A sample waits for a device. On one, it is taken in the steps 1, 2, 4, 8 and so on, which are the same on all
+        ranks; in the others all norms are NaN.
+
+        Args:
+            stepped: The ids of the parameters that the current step has changed already.
+        """
+        self._taken += 1
+        is_due = self._taken & (self._taken - 1) == 0 or all(each.device.type == "cpu" for each in self._parameters)
+        known = [each if is_due and id(each) not in stepped else None for each in self._parameters]
+        return [_norm(each) for each in (*known, *(each.grad if is_due else None for each in self._reduced))]
+
+    def differs(self, own: Sequence[float], theirs: Sequence[float]) -> str:
+        """Return what another rank has changed: its gradients, its parameters, or ``""`` if neither."""
+        apart = [a == a and b == b and not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(own, theirs, strict=True)]
+        count = len(self._parameters)
+        return "gradients" if any(apart[count:]) else "parameters" if any(apart[:count]) else ""
+
+
+def _norm(tensor: torch.Tensor | None) -> float:
+    """Return the squared norm of the last row; NaN if it is unknown."""
+    if tensor is None or tensor.is_sparse or tensor.is_complex():
+        return math.nan
+    row = (tensor[-1] if tensor.dim() else tensor).flatten()
+    return torch.dot(row, row).item()

@@ -1,0 +1,110 @@
+"""Warnings about objects that a plain block should list: :class:`Unlisted`.
+
+If ranks had different numbers of batches, an optimizer, scheduler or ``GradScaler`` that is not listed has made fewer
+steps on some ranks than on others, and the block copies no state to it. The next steps of the ranks then differ. At the
+end of such a block, the ranks on which the object was used warn. In a loop over ``Join.iterate`` all ranks make all
+steps, so no state differs.
+
+An optimizer is covered if a listed optimizer has the same parameters, as a wrapper has those of the optimizer inside,
+and ZeRO those of its shards. An optimizer without state, such as SGD without momentum, needs no listing. A scheduler is
+missing if the learning rate of a scheduled optimizer has changed, and nothing in the list can have changed it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from typing_extensions import override
+
+from join import Join
+from join.block import join_of
+from joinables._torch.objects import is_scheduled
+from joinables.adapter import Silent
+from joinables.state import parameters_of
+
+_AT_END = 8  # stack level of the user's with statement
+_FRAMES = 8  # between a scaler's step and a hook of the optimizer
+
+
+class Unlisted(Silent):
+    """Search for objects that train a DDP module in a block, and are not listed.
+
+    Args:
+        ddp: The module.
+    """
+
+    def __init__(self, ddp: torch.nn.Module) -> None:
+        super().__init__(ddp, f"what trains {type(ddp).__name__}")
+
+    @override
+    def attach(self, join: Join) -> None:
+        super().attach(join)
+        self._is_uneven = False
+        self._stepped = WeakSet[torch.optim.Optimizer]()
+        self._scalers = WeakSet[torch.amp.GradScaler]()
+        targets = [member.joinable.join_target for member in self._channel.roster.listed]
+        self._listed = {id(target): target for target in targets}
+        self._rates = {key: _rates_of(each) for key, each in self._listed.items()}
+        self._handles = [register_optimizer_step_post_hook(self._after_step)]
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        self._listed = {}
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._stepped or self._channel.step.in_loop:
+            return
+        self._stepped.add(optimizer)
+        frame = inspect.currentframe()
+        for _ in range(_FRAMES):  # nothing but its caller shows that a scaler makes the step
+            if frame is not None and isinstance(scaler := frame.f_locals.get("self"), torch.amp.GradScaler):
+                self._scalers.add(scaler)
+            frame = frame and frame.f_back
+
+    @override
+    def synchronise(self, source: int) -> None:
+        self._is_uneven = True
+
+    @override
+    def post_hook(self, is_last_joiner: bool) -> None:
+        if self._is_uneven:
+            own = {id(parameter) for parameter in self._target.parameters()}
+            for optimizer in [each for each in self._stepped if own.intersection(map(id, parameters_of(each)))]:
+                self._check(optimizer)
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if an optimizer that trains the module, its scheduler or its scaler is not listed."""
+        name, parameters, listed = type(optimizer).__name__, parameters_of(optimizer), self._listed.values()
+        covered = {id(parameter) for each in listed for parameter in parameters_of(each)}
+        if join_of(optimizer) is None and any(optimizer.state.get(p) and id(p) not in covered for p in parameters):
+            self._warn(f"{name} stepped parameters of {type(self._target).__name__}", "it is not listed", name)
+        if any(join_of(scaler) is None and scaler.is_enabled() for scaler in self._scalers):
+            self._warn(f"A GradScaler stepped {name}", "it is not listed", "GradScaler")
+        has_changed = self._rates.get(id(optimizer)) not in (None, _rates_of(optimizer))
+        if has_changed and is_scheduled(optimizer) and not any(map(_may_set_rates, listed)):
+            self._warn(f"The learning rate of {name} changed", "no scheduler is listed", "scheduler")
+
+    def _warn(self, event: str, problem: str, missing: str) -> None:
+        names = [*(type(each).__name__ for each in self._listed.values()), missing]
+        warnings.warn(
+            f"{event} in an uneven block, but {problem}. Its state now differs between ranks, which made different"
+            f" numbers of steps, so later steps will differ, too. List it: Join([{', '.join(names)}]).",
+            stacklevel=_AT_END,
+        )
+
+
+def _may_set_rates(obj: Any) -> bool:
+    """Return whether a listed object may be what changes learning rates: a scheduler, or state of the user's own."""
+    return not (isinstance(obj, (torch.nn.Module, torch.amp.GradScaler)) or hasattr(obj, "param_groups"))
+
+
+def _rates_of(obj: Any) -> list[float]:
+    """Return the learning rates of an optimizer that are plain numbers; reading a tensor may wait for a device."""
+    rates = [group.get("lr") for group in getattr(obj, "param_groups", ())]
+    return [rate for rate in rates if isinstance(rate, float)]

@@ -1,0 +1,108 @@
+"""Steps of ZeRO around which the loop changes gradients or parameters, which a rank without data does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join, JoinError
+from joinables import ZeroStep
+from joinables._torch.objects import zero_redundancy_optimizer
+from joinables.sample import Sample
+from tests.ending import Ending, assert_blamed
+from tests.models import batch, build
+from tests.pool import Pool
+
+COUNTS = [1, 3, 3]
+
+
+def by_norm(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def by_value(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-6)
+
+
+def through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.mul_(0.5)
+
+
+def new_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.5
+
+
+def by_nothing(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+@torch.no_grad()
+def clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.01, 0.01)
+
+
+def nothing(model: nn.Module) -> None:
+    """Leave everything as it is."""
+
+
+Change = Callable[[nn.Module], None]
+
+
+def train(rank: int, before: Change, after: Change, counts: list[int], transform: bool = False) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = zero_redundancy_optimizer()(ddp.parameters(), torch.optim.SGD, lr=0.01)
+    listed = ZeroStep(optimizer, transform_gradients=lambda: before(ddp)) if transform else optimizer
+    try:
+        with Join([ddp, listed]):
+            for step in range(counts[rank]):
+                optimizer.zero_grad()
+                ddp(batch(rank, 0, step)[0]).square().sum().backward()
+                before(ddp)
+                optimizer.step()
+                after(ddp)
+    except JoinError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("change", [by_norm, by_value, through_data, new_gradients])
+def test_changed_gradients_are_an_error(ending: Ending, change: Change) -> None:
+    assert_blamed(ending.run(train, change, nothing, COUNTS), 0, "JoinError: The loop changes gradients")
+
+
+def test_changed_parameters_are_an_error(ending: Ending) -> None:
+    assert_blamed(ending.run(train, nothing, clamp, COUNTS), 0, "JoinError: The loop changes parameters")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "counts", "transform"),
+    [
+        (by_nothing, nothing, COUNTS, False),  # a clip that changes nothing
+        (by_norm, clamp, [2, 2, 2], False),  # no rank steps without data
+        (by_norm, nothing, COUNTS, True),
+    ],
+)
+def test_what_is_right_is_no_error(
+    pool: Pool, before: Change, after: Change, counts: list[int], transform: bool
+) -> None:
+    assert pool.run(train, before, after, counts, transform) == ["fine"] * 3
+
+
+def test_a_device_is_waited_for_in_few_steps() -> None:
+    sample = Sample([torch.ones(2, device="meta")], set())
+    due = []
+    for step in range(1, 9):
+        try:
+            sample.take(set())
+        except RuntimeError:  # a meta tensor has no value
+            due.append(step)
+    assert due == [1, 2, 4, 8]

@@ -1,0 +1,120 @@
+"""A plain block warns about an optimizer, scheduler or scaler that it should list."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+from joinables._torch.objects import zero_redundancy_optimizer
+from tests.models import batch, build
+from tests.pool import Pool
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Optimizer around another one, which shares its groups and state."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        super().__init__(optim.param_groups, {})
+        self.optim, self.state = optim, optim.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optim.step()
+
+
+class Training:
+    """Objects of a training, of which a block lists some."""
+
+    def __init__(self, optimizer: str = "AdamW", **options: Any) -> None:
+        self.ddp = DistributedDataParallel(build("mlp"))
+        if optimizer == "zero":
+            self.optimizer: Any = zero_redundancy_optimizer()(self.ddp.parameters(), torch.optim.AdamW)
+        else:
+            self.optimizer = getattr(torch.optim, optimizer)(self.ddp.parameters(), lr=0.01, **options)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def warnings_of(self, rank: int, listed: list[Any], *, iterate: bool = False, even: bool = False) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with Join([self.ddp, *listed]) as join:
+                batches = [batch(rank, 0, step) for step in range(2 if even else 2 * rank)]
+                for x, y in join.iterate(batches) if iterate else batches:
+                    self.step(((self.ddp(x) - y) ** 2).mean())
+        assert all(warning.filename == __file__ for warning in caught)
+        return [str(warning.message) for warning in caught]
+
+    def step(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Scheduled(Training):
+    def step(self, loss: torch.Tensor) -> None:
+        super().step(loss)
+        self.scheduler.step()
+
+
+class Scaled(Training):
+    def step(self, loss: torch.Tensor) -> None:
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+def missing(rank: int, of: type[Training], names: list[str]) -> list[str]:
+    training = of()
+    return training.warnings_of(rank, [getattr(training, name) for name in names])
+
+
+@pytest.mark.parametrize(
+    ("of", "listed", "fix"),
+    [
+        (Training, [], "Join([DistributedDataParallel, AdamW])"),
+        (Scheduled, ["optimizer"], "Join([DistributedDataParallel, AdamW, scheduler])"),
+        (Scaled, ["optimizer"], "Join([DistributedDataParallel, AdamW, GradScaler])"),
+    ],
+)
+def test_it_names_the_missing_object(pool: Pool, of: type[Training], listed: list[str], fix: str) -> None:
+    none, some = pool.run(missing, of, listed, ranks=2)
+    assert not none or "scheduler" in fix  # rank 0 has no batch, and steps nothing
+    assert len(some) == 1
+    assert some[0].endswith(f"List it: {fix}.")
+
+
+def everything_listed(rank: int) -> list[list[str]]:
+    scheduled, scaled, zero, wrapped = Scheduled(), Scaled(), Training("zero"), Training()
+    wrapped.optimizer = Wrapper(wrapped.optimizer)
+    return [
+        scheduled.warnings_of(rank, [scheduled.optimizer, scheduled.scheduler]),
+        scaled.warnings_of(rank, [scaled.optimizer, scaled.scaler]),
+        zero.warnings_of(rank, [zero.optimizer]),
+        wrapped.warnings_of(rank, [wrapped.optimizer.optim]),
+    ]
+
+
+def nothing_to_list(rank: int) -> list[list[str]]:
+    return [
+        Training("SGD").warnings_of(rank, []),
+        Training().warnings_of(rank, [], even=True),
+        Scheduled().warnings_of(rank, [], iterate=True),
+    ]
+
+
+def in_two_blocks(rank: int) -> list[list[str]]:
+    other, training = Training(), Training()
+    with Join([other.ddp, training.optimizer]):
+        return [training.warnings_of(rank, [])]
+
+
+@pytest.mark.parametrize("run", [everything_listed, nothing_to_list, in_two_blocks])
+def test_it_is_silent_where_nothing_is_missing(pool: Pool, run: Callable[[int], list[list[str]]]) -> None:
+    for messages in pool.run(run, ranks=2):
+        assert not any(messages)

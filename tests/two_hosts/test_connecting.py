@@ -39,3 +39,8 @@ def test_a_firewall_that_drops_is_named_once(tmp_path: Path) -> None:
     assert [said(text) for text in texts] == [["GroupLine", 2, [NOWHERE[0]]]] * 2, texts
     warnings = [line for text in texts for line in text.splitlines() if "all-reduces of the process group" in line]
     assert len(warnings) == 1 and f"rank 1 at {NOWHERE[0]} port {NOWHERE[1]} did not connect within 1 s" in warnings[0]
+
+
+def test_a_link_that_is_cut_while_ranks_connect(tmp_path: Path) -> None:
+    texts = [str(said(text)) for text in run("cut", tmp_path)]
+    assert all(text.startswith(("JoinTimeoutError: ", "PeerError: ")) for text in texts), texts

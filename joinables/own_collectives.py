@@ -26,6 +26,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from join import Join, JoinError
+from join.batch import Step
 from join.collectives._torch_private import on_gradient
 from join.protocol.channel import Channel
 from join.scaling import refuse_unreduced
@@ -69,7 +70,7 @@ class ShardedModule(Announcing):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        self._unreduced = 0  # the number of the window whose gradients are unreduced, if any
+        self._unreduced = 0  # the number of the window that has ended without a reduction, if any
         # By name, since a module that has not been sharded again after its forward has other, plain parameters.
         parts = cast("Iterator[tuple[str, torch.nn.Module]]", self._module.named_modules())
         sharded = [(name, part) for name, part in parts if _is_sharded_itself(part)]
@@ -121,7 +122,7 @@ class ShardedModule(Announcing):
         if channel.late_use is not None:
             channel.late_use = channel.late_use.called(arguments)
         if torch.is_grad_enabled():
-            self._enter_window(channel.step.window)
+            self._enter_window(channel.step)
         channel.announce(self)
         if not watches:
             return None
@@ -131,10 +132,10 @@ class ShardedModule(Announcing):
         self._is_replaced = True
         return self._dummy_forward.instead_of(arguments)
 
-    def _enter_window(self, number: int) -> None:
-        if self._unreduced not in (0, number):
+    def _enter_window(self, step: Step) -> None:
+        if self._unreduced not in (0, step.window):
             refuse_unreduced(self.join_name)
-        self._unreduced = 0 if all(map(reduces, self._reducers)) else number
+        self._unreduced = step.window if step.ends_window and not all(map(reduces, self._reducers)) else 0
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
         if not self._channel.step.shadowing or autograd.in_backward():

@@ -6,7 +6,7 @@ the change, and its shard becomes wrong. The rank that shares its hyperparameter
 few norms along, and they compare these with their own.
 
 A sample finds a change of all gradients, as clipping by the norm is, and a change of all parameters. A change of a few
-elements can be missed.
+elements can be missed. On a device, nothing is compared, because reading a value would make the step wait.
 """
 
 from __future__ import annotations
@@ -28,24 +28,19 @@ class Sample:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], reduced: set[int]) -> None:
-        self._parameters = parameters[:: max(1, len(parameters) // _PARAMETERS)][:_PARAMETERS]
+        count = min(len(parameters), _PARAMETERS)
+        self._parameters = [parameters[len(parameters) * place // count] for place in range(count)]
         self._reduced = [parameter for parameter in self._parameters if id(parameter) in reduced][-1:]
-        self._taken = 0
 
     @torch.no_grad()
     def take(self, stepped: set[int]) -> list[float]:
-        """Return the norms, as NaN where they are unknown.
-
-        A sample waits for a device. On one, it is taken in the steps 1, 2, 4, 8 and so on, which are the same on all
-        ranks; in the others all norms are NaN.
+        """Return the norms; NaN where they are unknown, as on a device, for which a step must not wait.
 
         Args:
             stepped: The ids of the parameters that the current step has changed already.
         """
-        self._taken += 1
-        is_due = self._taken & (self._taken - 1) == 0 or all(each.device.type == "cpu" for each in self._parameters)
-        known = [each if is_due and id(each) not in stepped else None for each in self._parameters]
-        return [_norm(each) for each in (*known, *(each.grad if is_due else None for each in self._reduced))]
+        known = [None if id(parameter) in stepped else parameter for parameter in self._parameters]
+        return [_norm(each) for each in (*known, *(parameter.grad for parameter in self._reduced))]
 
     def differs(self, own: Sequence[float], theirs: Sequence[float]) -> str:
         """Return what another rank has changed: its gradients, its parameters, or ``""`` if neither."""
@@ -56,7 +51,7 @@ class Sample:
 
 def _norm(tensor: torch.Tensor | None) -> float:
     """Return the squared norm of the last row; NaN if it is unknown."""
-    if tensor is None or tensor.is_sparse or tensor.is_complex():
+    if tensor is None or not tensor.is_cpu or tensor.is_sparse or tensor.is_complex():
         return math.nan
     row = (tensor[-1] if tensor.dim() else tensor).flatten()
     return torch.dot(row, row).item()

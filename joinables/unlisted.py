@@ -28,7 +28,6 @@ from joinables.adapter import Silent
 from joinables.state import parameters_of
 
 _AT_END = 8  # stack level of the user's with statement
-_FRAMES = 8  # between a scaler's step and a hook of the optimizer
 
 
 class Unlisted(Silent):
@@ -62,10 +61,10 @@ class Unlisted(Silent):
             return
         self._stepped.add(optimizer)
         frame = inspect.currentframe()
-        for _ in range(_FRAMES):  # nothing but its caller shows that a scaler makes the step
-            if frame is not None and isinstance(scaler := frame.f_locals.get("self"), torch.amp.GradScaler):
-                self._scalers.add(scaler)
-            frame = frame and frame.f_back
+        while frame is not None:  # nothing but its caller shows that a scaler makes the step
+            if frame.f_code is torch.amp.GradScaler.step.__code__:
+                self._scalers.add(frame.f_locals["self"])
+            frame = frame.f_back
 
     @override
     def synchronise(self, source: int) -> None:

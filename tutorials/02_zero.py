@@ -2,11 +2,11 @@
 
 ZeRO assigns a shard of the parameters to each rank. The rank keeps the Adam state of its shard, steps the shard, and
 broadcasts the new parameters. So a rank that is out of batches must still step its shard, on the gradients of the ranks
-that have data. Under torch's Join, it steps on old gradients. Under this library's Join, it steps on the gradients of
-the current step.
+that have data. Under torch's Join, it steps on old gradients. Under this library's Join, it steps on the current ones.
 """
 
 import tempfile
+import textwrap
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
-from joinables import Join, ZeroStep
+from joinables import Join, JoinError, ZeroStep
 
 BATCHES = (2, 6, 0)  # rank 2 has no data, but it owns a shard, too
 DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
@@ -60,18 +60,18 @@ def train_in_one_process(max_norm: float) -> torch.Tensor:
 
 def compare(rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
-    torchs, ours = train(rank, TorchJoin), train(rank, Join)
-    unclipped, clipped = train(rank, Join, max_norm=0.5), train(rank, Join, max_norm=0.5, passes_clip=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    torchs, ours, clipped = train(rank, TorchJoin), train(rank, Join), train(rank, Join, 0.5, passes_clip=True)
+    try:
+        train(rank, Join, max_norm=0.5)
+    except JoinError as error:
+        why = str(error)
     if rank == 0:
         print("After one epoch, the largest difference of a parameter to one process with plain Adam:\n")
         print(f"  {torchs:.0e}  torch's Join\n  {ours:.0e}  this library's Join\n")
-        print("Now the loop clips gradients before each step. A rank that has left the loop has to clip them, too:\n")
-        print(f"  {unclipped:.0e}  Join([model, optimizer])")
-        print(f"  {clipped:.0e}  Join([model, ZeroStep(optimizer, transform_gradients=clip)])")
+        print("Now the loop clips gradients. A rank that has left the loop has to clip them, too:\n")
+        print(f"  {clipped:.0e}  Join([model, ZeroStep(optimizer, transform_gradients=clip)])\n")
+        print(f"With Join([model, optimizer]), the ranks end with an error:\n\n{textwrap.fill(why, 100)}")
     assert max(ours, clipped) < 1e-6, "ZeRO on uneven ranks must end where one process ends"
-    assert min(torchs, unclipped) > 1e-3, "without these differences, this tutorial has nothing to teach"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ A docstring says what the private API replaces: a public API that torch lacks, o
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -53,7 +54,9 @@ def differentiated_collective(group: Any) -> str:
 
 
 def _roots() -> list[torch.Tensor]:
-    for innermost in (sys._getframe(), *sys._current_frames().values()):
+    others = sys._current_frames()
+    del others[threading.get_ident()]  # a frame that refers to itself would keep its variables
+    for innermost in (sys._getframe(1), *others.values()):
         frame: Any = innermost
         while frame is not None:
             if frame.f_code is torch.autograd.backward.__code__:

@@ -54,7 +54,9 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
         parameters = model.parameters()
         optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.Adam) if zero else torch.optim.Adam(parameters)
         names["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0)
-        names |= {"optimizer": optimizer, "ema": Net(), "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+        names |= {"optimizer": optimizer, "ema": Net()}
+        if "scheduler" in code:
+            names["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     exec(code, names)
     found = [parameter.detach() for parameter in names["model"].parameters()]
     return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]

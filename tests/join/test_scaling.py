@@ -115,7 +115,7 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.05)
-    listed = [model, ZeroStep(optimizer, clip) if what == "zero" else optimizer]
+    listed = [model, ZeroStep(optimizer, clip) if what == "zero" else optimizer, *[scaler][: scaler.is_enabled()]]
     divisor = 4 if what == "divided" else 1
     with Join(listed, divide_by_initial_world_size=case.initial, loss_divided_by=divisor) as join:
         data = [batch(rank, step) for step in range(case.counts[rank])]

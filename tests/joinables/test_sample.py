@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -45,9 +46,9 @@ def by_nothing(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def clamp(model: nn.Module) -> None:
+def decay(model: nn.Module) -> None:
     for parameter in model.parameters():
-        parameter.clamp_(-0.01, 0.01)
+        parameter.mul_(0.9)
 
 
 def nothing(model: nn.Module) -> None:
@@ -80,14 +81,14 @@ def test_changed_gradients_are_an_error(ending: Ending, change: Change) -> None:
 
 
 def test_changed_parameters_are_an_error(ending: Ending) -> None:
-    assert_blamed(ending.run(train, nothing, clamp, COUNTS), 0, "JoinError: The loop changes parameters")
+    assert_blamed(ending.run(train, nothing, decay, COUNTS), 0, "JoinError: The loop changes parameters")
 
 
 @pytest.mark.parametrize(
     ("before", "after", "counts", "transform"),
     [
         (by_nothing, nothing, COUNTS, False),  # a clip that changes nothing
-        (by_norm, clamp, [2, 2, 2], False),  # no rank steps without data
+        (by_norm, decay, [2, 2, 2], False),  # no rank steps without data
         (by_norm, nothing, COUNTS, True),
     ],
 )
@@ -97,12 +98,6 @@ def test_what_is_right_is_no_error(
     assert pool.run(train, before, after, counts, transform) == ["fine"] * 3
 
 
-def test_a_device_is_waited_for_in_few_steps() -> None:
-    sample = Sample([torch.ones(2, device="meta")], set())
-    due = []
-    for step in range(1, 9):
-        try:
-            sample.take(set())
-        except RuntimeError:  # a meta tensor has no value
-            due.append(step)
-    assert due == [1, 2, 4, 8]
+def test_a_device_is_not_waited_for() -> None:
+    sample = Sample([torch.ones(2, device="meta")], set())  # a meta tensor has no value to read
+    assert all(map(math.isnan, sample.take(set())))

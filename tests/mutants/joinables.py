@@ -306,9 +306,9 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/sample.py",
-        "self._taken & (self._taken - 1) == 0 or ",
+        " or not tensor.is_cpu",
         "",
-        "tests/joinables/test_sample.py::test_a_device_is_waited_for_in_few_steps",
+        "tests/joinables/test_sample.py::test_a_device_is_not_waited_for",
     ),
     Mutant(
         "joinables/sample.py",
@@ -360,7 +360,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/own_collectives.py",
-        "0 if all(map(reduces, self._reducers)) else number",
+        "step.window if step.ends_window and not all(map(reduces, self._reducers)) else 0",
         "0",
         "tests/joinables/test_own_collectives.py::test_accumulation_that_the_loop_does_not_know",
     ),

@@ -250,7 +250,7 @@ class Guard:
             self.peers.post(error)
         if self.is_lost and self._collective.world_size > 1:
             # Without this, code that handles the error waits for the device as soon as it reads a tensor.
-            self._collective.abort(connections=closes or cause is not None or is_broken(error))
+            self._collective.abort(connections=closes or is_broken(error))
         return cause
 
     def explain(self, error: BaseException) -> JoinError | None:

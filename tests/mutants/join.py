@@ -263,7 +263,7 @@ MUTANTS = [
         "join/protocol/channel.py",
         "            peers.look_for_silent(others)\n",
         "",
-        "tests/join/failure/test_training.py::test_a_rank_that_dies_where_the_only_other_one_leaves",
+        "tests/join/failure/test_stopped.py::test_a_stopped_rank_is_named",
     ),
     Mutant(
         "join/protocol/channel.py",
@@ -684,13 +684,13 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/guard.py",
-        "connections=closes or cause is not None",
-        "connections=cause is not None",
+        "connections=closes or is_broken(error)",
+        "connections=is_broken(error)",
         "tests/join/failure/test_connections.py::test_a_failing_rank_closes_its_connections",
     ),
     Mutant(
         "join/failure/guard.py",
-        "connections=closes or cause is not None",
+        "connections=closes or is_broken(error)",
         "connections=closes",
         "tests/join/failure/test_connections.py::test_a_rank_that_learns_of_a_failure_closes_its_connections",
     ),

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import join.block
 from join import Join
 from join.collectives import messages, shared_memory
+from join.protocol.channel import Lockstep
 from tests.ending import Ending, Running
 from tests.meeting import tell, wait_for
 from tests.models import batch, build
@@ -25,6 +26,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "memory": (shared_memory, "opened"),
     "messages": (messages, "connect"),
     "copy": (join.block, "copy_state"),
+    "break": (Lockstep, "agree_to_leave"),
 }
 NEVER = 1e9  # seconds
 
@@ -45,9 +47,12 @@ def arriving(rank: int, place: str, timeout: float | None, seconds: float, silen
             patch.setattr(owner, name, late)
         module = DistributedDataParallel(build("mlp"))
         try:
-            with Join([module], timeout=timeout):
-                for step in range((2, 1, 0)[rank]):
-                    module(batch(rank, 0, step)[0]).sum().backward()
+            with Join([module], timeout=timeout) as block:
+                batches = [batch(rank, 0, step)[0] for step in range((2, 1, 0)[rank])]
+                for x in block.iterate(batches) if place == "break" else batches:
+                    module(x).sum().backward()
+                    if place == "break":
+                        break
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
     if seconds == NEVER:
@@ -60,7 +65,7 @@ def arriving(rank: int, place: str, timeout: float | None, seconds: float, silen
 
 Stop = tuple[str, bool, float | None]
 STOPS: list[Stop] = [("memory", False, 2.0), ("messages", True, 2.0), ("copy", False, 2.0), ("copy", True, 2.0)]
-STOPS += [("memory", False, None), ("messages", True, None)]
+STOPS += [("memory", False, None), ("messages", True, None), ("break", False, None)]
 
 
 @pytest.fixture(scope="module")

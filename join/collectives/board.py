@@ -116,9 +116,8 @@ class Board(ABC):
     @final
     def tell(self, progress: Progress, block: int | None = None) -> None:
         """Post the progress of this rank; ``block`` is as for :meth:`post`."""
-        values = progress._asdict()
-        texts = {part: _fit(part, value) for part, value in values.items() if isinstance(value, str)}
-        text = json.dumps((self.rank, *(values | texts).values()), ensure_ascii=False)
+        texts = {part: _fit(part, value) for part, value in progress._asdict().items() if part in _MOST_CHARACTERS}
+        text = json.dumps((self.rank, *progress._replace(**texts)), ensure_ascii=False)
         self._put("progress", text, self.block if block is None else block)
 
     @final

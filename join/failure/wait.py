@@ -33,8 +33,8 @@ SWITCH = "JOIN_EXPLAIN_WAITS"
 _logger = logging.getLogger("join")
 _LIBRARIES = {"torch", "join", "joinables", *sys.stdlib_module_names}
 _COMPILERS = "torch._dynamo.convert_frame", "torch._inductor.compile_fx"
-_BACKWARD = "torch.autograd.graph", "_engine_run_backward"
-_SHORT = {"torch._tensor": "torch.Tensor", "torch.distributed.distributed_c10d": "torch.distributed"}
+_BACKWARD, _C10D = ("torch.autograd.graph", "_engine_run_backward"), "torch.distributed.distributed_c10d"
+_SHORT = {"torch._tensor": "torch.Tensor", _C10D: "torch.distributed"}
 _RANKS_AT_ONCE = 64  # with more ranks than these, each rank reads and writes the board less often
 _MOST_LINES = 16
 _SLOWER = 8  # the factor of the time limit in a block in which ranks have moved again after an explanation
@@ -102,8 +102,7 @@ class Wait:
             before, self._asked_at = self._beats, own.still
             self._beats = {rank: other.beat for rank, other in others.items()}
             if before is None or any(self._beats[rank] != before.get(rank) for rank in moving):
-                board.ring()
-                return
+                return board.ring()
         answers = {rank: each for rank, each in others.items() if rank not in moving}
         seen = every_rank({**answers, board.rank: own}, board.world_size)
         resting = _of(seen, "rests")
@@ -153,10 +152,11 @@ def _advice(seen: Sequence[Progress]) -> str:
     if len(texts) == 1:
         text = "All ranks are in the same place. Either it takes so long, or ranks cannot reach each other."
     elif waits and calls:
-        call = seen[calls[0]].call or "a collective that was started there or before"
+        call = seen[calls[0]].call or "a collective that was started there or earlier"
         fix = "Run the same loop body on all ranks, on dummy batches, too"
         if not any("join.iterate" in place for place in texts):
-            fix = "List the object that calls it, call it after the block, or loop over join.iterate"
+            first = "List the object that calls them" if " of " in call else "Call it after the block"
+            fix = f"{first}, or loop over join.iterate"
         text = f"{_named(waits).capitalize()} never call{'s' * (len(waits) == 1)} {call}. {fix}."
     else:
         text = "The ranks wait for each other. Run the same collectives in the same order on all ranks."
@@ -187,7 +187,7 @@ def placed(progress: Progress, thread: int) -> Progress:
         public = [each for each in above if each[0].startswith("torch") and not each[1].startswith(("_", "wrapper"))]
         module, name = public[-1] if public else above[0]
         kind, doing = "calls", f"in {_SHORT.get(module, module)}.{name}"
-        call = f"this {name}" if module.startswith("torch.distributed") else f"the collectives of this {name}"
+        call = f"this {name}" if module == _C10D else f"the collectives of this {name}"
     else:
         kind = "rests" if not above or last.startswith(("torch.cuda", "torch.accelerator")) else "works"
     place = ", ".join(filter(None, (progress.place[:200], doing))) or "in the block"

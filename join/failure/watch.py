@@ -309,9 +309,7 @@ class Watch:
                 with self._telling if board.outlives else nullcontext():  # a store may block its callers
                     if block.is_open:
                         board.tell(block.posted, block.number)
-                self._abort_if_lost(block)
-                if not block.news.notes:
-                    block.wait.explain(board, own, block.news.progress)
+                self._act_on_news(block)
             with self._changed:
                 block.looked = wanted
                 self._changed.notify_all()
@@ -320,12 +318,15 @@ class Watch:
         if not (board.outlives or block.is_open):
             board.tell(block.posted._replace(done=True), block.number)
 
-    def _abort_if_lost(self, block: Watched) -> None:
-        """Abort the operations of this rank if it has not found the failure of another rank after a while."""
+    def _act_on_news(self, block: Watched) -> None:
+        """Abort the operations of this rank if it has not found the failure of another rank after a while.
+
+        Without a failure, explain a long wait.
+        """
         news = block.news
         if not (news.notes or news.ended):
             block.lost_since = float("inf")
-            return
+            return block.wait.explain(self.board, block.posted, news.progress)
         block.lost_since = min(block.lost_since, time.monotonic())
         if block.is_lost:
             self._abort_for(block, news)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from join import Join, JoinHook
+from join import Join, JoinHook, JoinTimeoutError
 from join.collectives import collective_of
 from tests.ending import Ending, Running
 from tests.explained import ends_once_explained, until_explained
@@ -135,11 +135,11 @@ HANGS: dict[Callable[..., None], str] = {
     last_steps: rf"""
   rank 0: out of data, {AT_THE_END}
   ranks 1-3: in torch\.Tensor\.backward \(test_hang\.py:\d+, in train\)
-Rank 0 never calls the collectives of this backward\. List the object""",
+Rank 0 never calls the collectives of this backward\. List the object that calls them, or loop over join\.iterate""",
     metric: rf"""
   rank 0: out of data since step 1, {AT_THE_END}
   ranks 1-3: in torch\.distributed\.all_reduce \(test_hang\.py:\d+, in log_loss\)
-Rank 0 never calls this all_reduce\. List the object that calls it, call it after the block, or loop over""",
+Rank 0 never calls this all_reduce\. Call it after the block, or loop over join\.iterate\. Docs: "My job""",
     barrier: rf"""
   rank 0: out of data since step 1, {AT_THE_END}
   ranks 1-3: in torch\.distributed\.barrier \(test_hang\.py:\d+, in barrier\)
@@ -208,3 +208,15 @@ def test_a_wait_explains_itself(started: Callable[[Hang], Running], case: Hang) 
     assert [end.code for end in ends] == [0] * 4, text
     assert text.count("join: no rank has moved") == 1, text
     assert re.search(r"join: no rank has moved for \d+ s\." + HANGS[case[0]], text), text
+
+
+def times_out(rank: int) -> str:
+    with pytest.raises(JoinTimeoutError) as caught:
+        metric(rank, DistributedDataParallel(build("mlp")), timeout=1.5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+def test_an_error_has_the_same_lines(ending: Ending, over_group: bool) -> None:
+    for text in ending.run(times_out, ranks=4, over_group=over_group):
+        assert re.search(HANGS[metric].split("Rank 0")[0].rstrip(), text), text

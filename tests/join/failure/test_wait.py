@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import threading
+import weakref
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from join.collectives.board import Progress, StoreBoard
@@ -88,6 +93,23 @@ def test_nothing_is_said_while_one_rank_moves(ranks: Any) -> None:
     assert len(waiting.run(233.0)) == 1
 
 
+def test_a_rank_that_moves_again_says_so(ranks: Any) -> None:
+    slow = ranks("works", "works")
+    assert slow.run(35.0) == []
+    slow.move(0)
+    slow.progress[0] = slow.progress[0]._replace(kind="waits")
+    for second in range(36, 100):
+        slow.move(1)
+        assert slow.run(float(second)) == []
+
+
+def test_ranks_that_are_suspended_together_have_not_waited(ranks: Any) -> None:
+    waiting = ranks("waits", "calls")
+    waiting.run(10.0)
+    waiting.now += 3600.0
+    assert waiting.run(3625.0) == []
+
+
 def test_steps_of_a_minute_are_one_line_a_block(ranks: Any) -> None:
     slow, texts = ranks("waits", "works"), list[str]()
     for minute in range(1, 10):
@@ -150,3 +172,60 @@ def test_the_list_of_places_is_short(ranks: Any) -> None:
 def test_the_switch(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JOIN_EXPLAIN_WAITS", "0")
     assert ranks("waits", "calls").run(100.0) == []
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+C10D, MODULE, GUARD = "torch.distributed.distributed_c10d", "torch.nn.modules.module", ("join.failure.guard", "wait")
+COMPILER = ("torch._dynamo.convert_frame", "__call__")
+PLACES: list[tuple[list[tuple[str, str]], str, str]] = [
+    ([(C10D, "barrier"), ("torch.distributed.c10d_logger", "wrapper")], "calls", "in torch.distributed.barrier"),
+    ([(C10D, "all_gather"), (C10D, "all_gather_object")], "calls", "in torch.distributed.all_gather_object"),
+    (
+        [("torch._ops", "__call__"), ("torch.distributed._functional_collectives", "wait_tensor")],
+        "calls",
+        "wait_tensor",
+    ),
+    ([(C10D, "broadcast"), ("torch.distributed.optim.zero", "step")], "calls", "in torch.distributed.optim.zero.step"),
+    (
+        [("torch.autograd.graph", "_engine_run_backward"), ("torch._tensor", "backward")],
+        "calls",
+        "torch.Tensor.backward",
+    ),
+    ([("threading", "wait"), GUARD, ("torch._tensor", "backward")], "waits", "waits for the others"),
+    ([COMPILER, (MODULE, "_call_impl")], "works", "compiles"),
+    ([COMPILER, ("torch.autograd.graph", "_engine_run_backward")], "works", "compiles"),
+    ([("torch.nn.modules.linear", "forward"), (MODULE, "_call_impl")], "works", "in the block"),
+    ([("torch.cuda", "synchronize")], "rests", "in the block"),
+    ([], "rests", "in the block"),
+]
+
+
+@pytest.mark.parametrize(("above", "kind", "doing"), PLACES)
+def test_a_place(above: list[tuple[str, str]], kind: str, doing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wait, "_stack", lambda thread: (above, [module for module, _ in above], "train.py:3"))
+    place = wait.placed(Progress(), 0)
+    assert (place.kind, place.place.endswith(f"{doing} (train.py:3)")) == (kind, True)
+
+
+def test_a_line_in_a_package_is_named_with_the_line_that_calls_it() -> None:
+    package = dict[str, Any](__name__="tqdm.std")
+    exec(compile("def call(fn, *args):\n    return fn(*args)", "/lib/site-packages/tqdm/std.py", "exec"), package)
+    place = package["call"](wait.placed, Progress(), threading.get_ident()).place
+    assert re.search(r"\(std\.py:2, in call, from test_wait\.py:\d+, in test_a_line_in_a_package", place)
+
+
+def test_no_frame_outlives_its_reading() -> None:
+    def step() -> weakref.ref[Any]:
+        tensor = torch.ones(1)
+        assert "in step" in wait.placed(Progress(), threading.get_ident()).place
+        return weakref.ref(tensor)
+
+    gc.disable()
+    assert step()() is None
+    gc.enable()
+
+
+def test_the_switch_reads_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOIN_EXPLAIN_WAITS", "0")
+    assert wait.placed(Progress(place="begins"), threading.get_ident()) == Progress(place="begins")

@@ -190,7 +190,7 @@ def placed(progress: Progress, thread: int) -> Progress:
         call = f"this {name}" if module == _C10D else f"the collectives of this {name}"
     else:
         kind = "rests" if not above or last.startswith(("torch.cuda", "torch.accelerator")) else "works"
-    place = ", ".join(filter(None, (progress.place[:200], doing))) or "in the block"
+    place = ", ".join(filter(None, (progress.place, doing))) or "in the block"
     return progress._replace(place=f"{place} ({line})" if line else place, kind=kind, call=call)
 
 
@@ -208,11 +208,11 @@ def _stack(thread: int) -> tuple[list[tuple[str, str]], list[str], str]:
     while frame is not None:
         code, module = frame.f_code, str(frame.f_globals.get("__name__"))
         modules.append(module)
-        if module.partition(".")[0] not in _LIBRARIES:
+        is_users = module.partition(".")[0] not in _LIBRARIES
+        if is_users and False not in lines:
             name = "" if code.co_name == "<module>" else f", in {code.co_name}"
             line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}{name}"
-            if False not in lines:
-                lines.setdefault("-packages" in code.co_filename, line)
+            lines.setdefault("-packages" in code.co_filename, line)
         elif not lines:
             above.append((module, code.co_name))
         frame = frame.f_back

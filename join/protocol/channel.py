@@ -183,7 +183,7 @@ class Channel:
         doing = f"{'is out of data' if self.has_run_out else doing} (header {headers})"
         where = "" if loop is None else f"in step {place.step} of join.iterate" if place.step else "begins join.iterate"
         if self.guard.doing:
-            where = f"{self.guard.doing}, waits for the others"
+            where = f"{self.guard.doing.partition(' with ')[0]}, waits for the others"
         elif self.has_run_out:
             steps = self._last_place.step or max((sum(each.times) for each in self.roster.announcing), default=0)
             since = f" since step {steps}" if steps else ""

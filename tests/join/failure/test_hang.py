@@ -166,7 +166,7 @@ The other ranks wait for rank 2\. Nothing is wrong""",
   rank 2: begins join\.iterate, reads its next batch \(explained\.py:\d+, in until_explained\)
 The other ranks wait for rank 2\. Nothing is wrong""",
     entering: r"""
-  ranks 0, 2-3: entered Join with .*, waits for the others \(test_hang\.py:\d+, in entering\)
+  ranks 0, 2-3: entered Join, waits for the others \(test_hang\.py:\d+, in entering\)
   rank 1: does not answer
 No answer from rank 1: a rank that does not answer has not entered the block""",
     leaving: r"""

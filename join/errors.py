@@ -52,4 +52,7 @@ class ProtocolError(JoinError):
 
 
 class JoinTimeoutError(JoinError):
-    """Exception for a rank that did not arrive within ``timeout`` seconds. Its message says what each rank did."""
+    """Exception for a rank that did not arrive within ``timeout`` seconds.
+
+    Its message has the place of each rank, with the line of the user's code.
+    """

@@ -7,6 +7,7 @@ import atexit
 import io
 import os
 import re
+import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,7 +239,7 @@ OF_TORCH = {
     for name in dir(each)
     if is_private(name)
 }
-OF_PYTHON = {name for each in (os, atexit, NamedTuple("Tuple", [])) for name in dir(each)}
+OF_PYTHON = {name for each in (os, sys, atexit, NamedTuple("Tuple", [])) for name in dir(each)}
 OF_FRAMEWORKS = {
     "joinables/metrics": set(dir(torchmetrics.SumMetric())),
     # Lightning's, Accelerate's and Transformers', which are not installed here.

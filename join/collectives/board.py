@@ -22,7 +22,7 @@ from join.collectives.timeouts import TIMEOUTS
 Kind: TypeAlias = Literal["note", "progress"]
 """Kind of a message: a note, or the progress of a rank."""
 # The longest texts that fit into a message, for which shared memory has a fixed size.
-_MOST_CHARACTERS = {"text": 3400, "kind": 100, "doing": 350, "burst": 100}
+_MOST_CHARACTERS = {"text": 3400, "kind": 100, "doing": 350, "burst": 100, "place": 350, "call": 100}
 
 
 class Note(NamedTuple):
@@ -57,6 +57,11 @@ class Progress(NamedTuple):
         heard: The number of notes from other ranks that the rank has read.
         beat: The number of times that the rank has posted its progress.
         done: Whether the rank has left the block. Other ranks then expect nothing from it, and its process may end.
+        place: The activity of the rank in words, and the line of the user's code. A rank that moves has no line.
+        kind: ``"waits"`` for the other ranks, ``"calls"`` a collective, ``"works"`` in other code, or ``"rests"`` in a
+            line that may do either, such as one that reads a device.
+        call: The collective that it calls, in words.
+        still: The seconds since the rank last moved, as ``join.failure.wait`` counts them.
     """
 
     headers: int = 0
@@ -70,6 +75,14 @@ class Progress(NamedTuple):
     heard: int = 0
     beat: int = 0
     done: bool = False
+    place: str = ""
+    kind: str = ""
+    call: str = ""
+    still: float = 0.0
+
+    def moved(self) -> Progress:
+        """Return the part that changes only if the rank moves."""
+        return self._replace(heard=0, beat=0, place="", kind="", call="", still=0.0)
 
 
 class Board(ABC):
@@ -103,8 +116,8 @@ class Board(ABC):
     @final
     def tell(self, progress: Progress, block: int | None = None) -> None:
         """Post the progress of this rank; ``block`` is as for :meth:`post`."""
-        progress = progress._replace(burst=_fit("burst", progress.burst), doing=_fit("doing", progress.doing))
-        text = json.dumps((self.rank, *progress), ensure_ascii=False)
+        texts = {part: _fit(part, value) for part, value in progress._asdict().items() if part in _MOST_CHARACTERS}
+        text = json.dumps((self.rank, *progress._replace(**texts)), ensure_ascii=False)
         self._put("progress", text, self.block if block is None else block)
 
     @final

@@ -55,7 +55,7 @@ BITS = 32
 """Number of bits of a cell that hold a part of the number. The other bits hold the count."""
 LOW = (1 << BITS) - 1
 _CELLS_OF_RANK = _LANES * PLACES * CELLS
-_SLOTS: dict[Kind, int] = {"note": 16384, "progress": 2048}  # bytes for a rank's messages
+_SLOTS: dict[Kind, int] = {"note": 16384, "progress": 4096}  # bytes for a rank's messages
 _HEAD = "=IIQ"  # before each message: its length, its checksum, and the number of the block
 _BELL = 8  # bytes
 _ORDERED = ("x86_64", "AMD64")  # processors on which all earlier writes of a rank are visible with a cell

@@ -27,6 +27,7 @@ class Timeouts:
         term: The time that a worker of the launcher may take after SIGTERM.
         silent: The time for which a rank may not answer, while nothing has broken, before it counts as gone.
         beat: The interval at which a rank writes to the store that its process lives, if no shared memory shows that.
+        explain: The time without a movement of any rank of a block, before a waiting rank logs the places of all ranks.
         idle: The time without a block after which a group's thread ends, which the next block then starts again.
         abort: The time after the failure of a rank in which the others may find it themselves, before their operations
             on accelerators are aborted.
@@ -39,6 +40,7 @@ class Timeouts:
     still: float = 5.0
     silent: float = 30.0
     beat: float = 5.0
+    explain: float = 30.0
     idle: float = 5.0
     abort: float = 1.0
     end: float = 5.0

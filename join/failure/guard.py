@@ -6,6 +6,7 @@ While a rank waits, it checks whether another rank has failed (``join.failure.pe
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,6 +19,7 @@ from join.collectives.broken import is_broken
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, described
 from join.failure.peers import Peers
+from join.failure.wait import every_rank, placed, places
 
 _LEAST_SECONDS = 0.01  # backends interpret 0 as their own time limit
 _PENDING = "The process group has a collective pending and cannot be used any more: restart from a checkpoint"
@@ -158,6 +160,8 @@ class Guard:
             in_collective: Whether it waited in a collective of the process group.
         """
         rank, own, others = self._collective.rank, self._progress(), self.peers.ask(limit=TIMEOUTS.note)
+        if not in_collective:  # whose line this rank has left by an exception
+            own = placed(own, threading.get_ident())
         if not (in_collective or self.doing):  # this rank may have sent another header since
             own = own._replace(headers=self.awaits_header)
         missing = [
@@ -192,7 +196,8 @@ class Guard:
                 f"All ranks waited for different collectives until timeout={timeout:g} s expired ({doing}). Run the"
                 " same code on all ranks. [J062]"
             )
-        error = JoinTimeoutError(f"{text} {_PENDING}")
+        lines = places(every_rank({**others, rank: own}, self._collective.world_size))
+        error = JoinTimeoutError("\n".join([f"{text} {_PENDING}", *lines]))
         self.peers.post(error)
         return error
 

@@ -186,7 +186,8 @@ class Peers:
         first = [note for note in notes if note.rank == note.cause] or notes
         text = "; ".join(dict.fromkeys(note.text for note in first))
         is_timeout = all(note.kind == JoinTimeoutError.__name__ for note in first)
-        error = (JoinTimeoutError if is_timeout else PeerError)(f"{text}. {_LOST}")
+        end = "\n" if "\n" in text else ". "
+        error = (JoinTimeoutError if is_timeout else PeerError)(f"{text}{end}{_LOST}")
         return self._with_cause(error, first[0].cause, first[0].kind, text)
 
     def _gone(self, ranks: list[int]) -> JoinError:

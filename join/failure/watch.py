@@ -40,9 +40,9 @@ from join.collectives import Collective
 from join.collectives._torch_private import Aside
 from join.collectives.board import Board, Note, Progress
 from join.collectives.timeouts import TIMEOUTS
+from join.failure.wait import Wait
 
 _logger = logging.getLogger("join")
-_RANKS_AT_ONCE = 64  # with more ranks than these, each rank reads and writes the board less often
 _watches: WeakSet[Watch] = WeakSet()
 
 
@@ -67,6 +67,7 @@ class Watched:
 
     Attributes:
         number: The number of the block, positive and equal on all ranks.
+        wait: The clock of waits of this rank.
         progress: Returns the progress of this rank. It is called in the thread of the watch.
         abort: Aborts the operations that this rank may wait for, on devices and over gloo's connections, and returns
             whether this process has groups on devices. It is called in the thread of the watch once another rank has
@@ -78,6 +79,7 @@ class Watched:
     """
 
     number: int
+    wait: Wait
     progress: Callable[[], Progress] = Progress
     abort: Callable[[], bool] = bool
     on_fork: Callable[[], object] = bool
@@ -121,7 +123,7 @@ class Watch:
         self.board = open_board()
         """The board that it reads."""
         self._older: Board | None = None  # that other ranks may still read in this block
-        self.block = Watched(0, is_open=False, is_done=True)
+        self.block = Watched(0, Wait(1), is_open=False, is_done=True)
         """The open block, or the last one."""
         self._keeps_store = keeps_store
         self._threads = list[threading.Thread]()  # the last one reads the board; an older one waits for a store
@@ -148,7 +150,8 @@ class Watch:
             return
         number = self.block.number + 1
         self._older, self.board.block = None, number
-        self.block = Watched(number, progress, abort, on_fork)  # at last, for an exception in these lines
+        wait = Wait(self.board.world_size)
+        self.block = Watched(number, wait, progress, abort, on_fork)  # at last, for an exception in these lines
         if self.board.world_size > 1:
             with self._changed:
                 self._wake()
@@ -298,28 +301,32 @@ class Watch:
                 board.ring()
             ended = board.ended()  # is read before the notes, which an ended rank has then posted
             is_posting = is_posting or bool(ended) or board.is_rung()
-            if is_posting and self._is_needed():
+            own = block.wait.look(block.progress, is_asked=is_posting)
+            if own is not None and self._is_needed():
                 beat += 1
                 block.news = _read(board, ended)
-                block.posted = block.progress()._replace(heard=len(block.news.notes), beat=beat)
+                block.posted = own._replace(heard=len(block.news.notes), beat=beat)
                 with self._telling if board.outlives else nullcontext():  # a store may block its callers
                     if block.is_open:
                         board.tell(block.posted, block.number)
-                self._abort_if_lost(block)
+                self._act_on_news(block)
             with self._changed:
                 block.looked = wanted
                 self._changed.notify_all()
                 if block.wanted == wanted and block.is_open and self._is_needed():
-                    self._changed.wait(TIMEOUTS.look * max(1.0, board.world_size / _RANKS_AT_ONCE))
+                    self._changed.wait(block.wait.interval)
         if not (board.outlives or block.is_open):
             board.tell(block.posted._replace(done=True), block.number)
 
-    def _abort_if_lost(self, block: Watched) -> None:
-        """Abort the operations of this rank if it has not found the failure of another rank after a while."""
+    def _act_on_news(self, block: Watched) -> None:
+        """Abort the operations of this rank if it has not found the failure of another rank after a while.
+
+        Without a failure, explain a long wait.
+        """
         news = block.news
         if not (news.notes or news.ended):
             block.lost_since = float("inf")
-            return
+            return block.wait.explain(self.board, block.posted, news.progress)
         block.lost_since = min(block.lost_since, time.monotonic())
         if block.is_lost:
             self._abort_for(block, news)

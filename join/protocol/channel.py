@@ -181,7 +181,14 @@ class Channel:
         announcer = self.headers.last.member
         doing = "has announced nothing" if announcer is None else f"announced {announcer.joinable.join_name}"
         doing = f"{'is out of data' if self.has_run_out else doing} (header {headers})"
-        return place._replace(headers=headers, doing=self.guard.doing or doing)
+        where = "" if loop is None else f"in step {place.step} of join.iterate" if place.step else "begins join.iterate"
+        if self.guard.doing:
+            where = f"{self.guard.doing.partition(' with ')[0]}, waits for the others"
+        elif self.has_run_out:
+            steps = self._last_place.step or max((sum(each.times) for each in self.roster.announcing), default=0)
+            since = f" since step {steps}" if steps else ""
+            where = f"out of data{since}, waits for the others at the end of the block"
+        return place._replace(headers=headers, doing=self.guard.doing or doing, place=where)
 
     # -- the active side ----------------------------------------------------------------------------------------------
 

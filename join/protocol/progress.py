@@ -108,7 +108,7 @@ class LoopProgress:
                 is_next = other.bursts == self.bursts_in_ended_steps + 1
                 self._raise_skipped(other.burst if is_next else "a collective", other.step, rank)
         now, issued = time.monotonic(), self.place().issued
-        places = {rank: other._replace(beat=0, heard=0) for rank, other in others.items()}
+        places = {rank: other.moved() for rank, other in others.items()}
         if places != self._others:
             self._others, self._still_since = places, now
         is_still = now - self._still_since > TIMEOUTS.still

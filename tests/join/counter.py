@@ -91,3 +91,17 @@ def group_works(collective: Any) -> None:
 def blames(text: str, rank: int, error: str) -> bool:
     """Whether a rank is told that another one has failed, and that the group does not work."""
     return text.startswith(f"PeerError: rank {rank} failed: {error}") and text.endswith("restart from a checkpoint")
+
+
+class Counting:
+    """Counts what a store is asked for."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.requests = store, 0
+
+    def clone(self) -> Counting:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self._store, name)

@@ -731,6 +731,42 @@ MUTANTS = [
         "tests/join/failure/test_watch.py::test_a_store_that_another_group_keeps_may_go",
     ),
     Mutant(
+        "join/failure/wait.py",
+        "return progress if is_asked or is_news else None",
+        "return progress if is_asked else None",
+        "tests/join/failure/test_wait.py::test_a_rank_that_moves_again_says_so",
+    ),
+    Mutant(
+        "join/failure/wait.py",
+        "min(now - self._looked_at, 4 * self.interval)",
+        "(now - self._looked_at)",
+        "tests/join/failure/test_wait.py::test_ranks_that_are_suspended_together_have_not_waited",
+    ),
+    Mutant(
+        "join/failure/wait.py",
+        "(_SLOWER if self._has_explained else 1)",
+        "1",
+        "tests/join/failure/test_wait.py::test_steps_of_a_minute_are_one_line_a_block",
+    ),
+    Mutant(
+        "join/failure/wait.py",
+        "self._beats[rank] != before.get(rank) for",
+        "rank < 0 for",
+        "tests/join/failure/test_wait.py::test_nothing_is_said_while_one_rank_moves",
+    ),
+    Mutant(
+        "join/failure/wait.py",
+        "if self._still - self._settled < self._grace / 2:",
+        "if self._still < 0:",
+        "tests/join/failure/test_wait.py::test_a_rank_whose_line_changes_does_not_wait",
+    ),
+    Mutant(
+        "join/failure/wait.py",
+        "if waiting[:1] == [board.rank]:",
+        "if waiting:",
+        "tests/join/failure/test_wait.py::test_it_is_said_at_doubling_intervals",
+    ),
+    Mutant(
         "join/failure/watch.py",
         "if block.is_lost:",
         "if True:",

@@ -15,6 +15,7 @@ from join.collectives.board import Board, Note, Progress, StoreBoard
 from join.collectives.shared_memory import Segment, SharedBoard
 from join.failure.peers import Peers
 from join.failure.watch import Watch
+from tests.join.counter import Counting
 from tests.pool import Pool
 from tests.shorter import using
 
@@ -93,20 +94,6 @@ def keeps_store(rank: int) -> list[bool]:
 
 def test_which_groups_have_the_rank_that_hosts_the_store(pool: Pool) -> None:
     assert pool.run(keeps_store) == [[True, True], [True, False, True], [False, True]]
-
-
-class Counting:
-    """Counts what a store is asked for."""
-
-    def __init__(self, store: Any) -> None:
-        self._store, self.requests = store, 0
-
-    def clone(self) -> Counting:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        self.requests += 1
-        return getattr(self._store, name)
 
 
 @pytest.mark.parametrize("ranks", [3, 100])

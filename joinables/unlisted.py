@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from join import Join
-from join.block import join_of
 from joinables._torch.objects import is_scheduled
 from joinables.adapter import Silent
 from joinables.state import parameters_of
@@ -57,7 +56,7 @@ class Unlisted(Silent):
         self._listed = {}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._stepped or self._channel.step.in_loop:
+        if optimizer in self._stepped:
             return
         self._stepped.add(optimizer)
         frame = inspect.currentframe()
@@ -81,9 +80,9 @@ class Unlisted(Silent):
         """Warn if an optimizer that trains the module, its scheduler or its scaler is not listed."""
         name, parameters, listed = type(optimizer).__name__, parameters_of(optimizer), self._listed.values()
         covered = {id(parameter) for each in listed for parameter in parameters_of(each)}
-        if join_of(optimizer) is None and any(optimizer.state.get(p) and id(p) not in covered for p in parameters):
+        if any(optimizer.state.get(p) and id(p) not in covered for p in parameters):
             self._warn(f"{name} stepped parameters of {type(self._target).__name__}", "it is not listed", name)
-        if any(join_of(scaler) is None and scaler.is_enabled() for scaler in self._scalers):
+        if any(id(scaler) not in self._listed and scaler.is_enabled() for scaler in self._scalers):
             self._warn(f"A GradScaler stepped {name}", "it is not listed", "GradScaler")
         has_changed = self._rates.get(id(optimizer)) not in (None, _rates_of(optimizer))
         if has_changed and is_scheduled(optimizer) and not any(map(_may_set_rates, listed)):

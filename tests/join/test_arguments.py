@@ -96,7 +96,8 @@ def test_two_groups() -> None:
     run_threads(1, one.append)
     run_threads(1, one.append)
     with pytest.raises(
-        ValueError, match=r"Counter and Counter use multiple process groups in one Join block\. List only"
+        ValueError,
+        match=r"Counter \(joinables\[0\]\) and Counter \(joinables\[1\]\) use multiple process groups .* List only",
     ):
         Join([Counter(one[0]), Counter(one[1])])
 

@@ -380,7 +380,7 @@ class Join:
         step = self._step
         if not step.in_loop:
             raise JoinError(
-                "join.mean was called outside a loop over join.iterate, where ranks without data do not call it. Loop"
+                "join.mean was called outside a loop over join.iterate, but ranks without data would not call it. Loop"
                 " over join.iterate(loader), or list a joinables.Mean in the block and read it after the block. [J686]"
             )
         return mean_over_ranks(self._collective, value, step.weight if weight is None or step.shadowing else weight)
@@ -522,8 +522,8 @@ class Join:
 
         Returns:
             The batches, to be iterated once. Their ``len`` is the number of steps that all ranks make; it raises
-            ``TypeError`` if the loader of a rank has no length. Other attributes are those of the loader, such as
-            ``dataset``.
+            ``TypeError`` if the loader of a rank has no length. Other attributes are attributes of the loader, such
+            as ``dataset``.
 
         Raises:
             ValueError, TypeError: If an argument is none of these.

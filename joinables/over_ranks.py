@@ -128,8 +128,8 @@ def steps(loader: Iterable[Any], window: int | Literal["all"] = 1, process_group
     collective = collective_of(process_group) if dist.is_initialized() else SingleCollective()
     if Join.is_open_on(collective):
         raise JoinError(
-            "joinables.steps was called in a block, where ranks can be at different places. Call it before the block."
-            " [J682]"
+            "joinables.steps was called in a block, but the ranks of a block can be at different places. Call it before"
+            " the block. [J682]"
         )
     lengths = check_same(collective, "joinables.steps", [f"window={window}"], _wait, length_of(loader))
     if lengths is None:

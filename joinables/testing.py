@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 _OWN_FRAME = f'  File "{__file__}"'
 _NO_LIMIT = 1e6  # seconds
-_AFTER_FAILURE = 10.0  # seconds for which a rank that failed because of another rank lets that one end first
+_AFTER_FAILURE = 10.0  # seconds that a rank waits before it ends, if another rank has caused its failure
 
 
 class RankFailed(AssertionError):
@@ -102,7 +102,7 @@ def run_ranks(
             made a process group.
 
     Returns:
-        The results by rank, with tensors on the CPU.
+        The results by rank. They are pickled, so return tensors on the CPU.
 
     Raises:
         RankFailed: If a rank raised an exception, its process ended, or it did not return within ``timeout``. It names
@@ -138,10 +138,10 @@ def _pickled(*call: Any) -> bytes:
 
 
 def _wait(ranks: Sequence[Any], results: Sequence[Path], limit: float) -> tuple[list[int], list[int]]:
-    """Wait until all ranks have ended, one has ended without a result, or ``limit`` seconds are over; end all ranks.
+    """Wait until all ranks end, until one ends without a result, or for ``limit`` seconds. Then end all ranks.
 
     Returns:
-        The ranks that ended without a result, and the ranks that still ran.
+        Lists of the ranks without a result: ranks that ended, and ranks that still ran.
     """
     running, deadline = {process.sentinel: rank for rank, process in enumerate(ranks)}, time.monotonic() + limit
     failed: list[int] = []
@@ -203,7 +203,7 @@ def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limi
 def uneven(batches: Sequence[T], counts: Sequence[int]) -> list[list[T]]:
     """Distribute a list of batches over ranks, in the order in which ranks train on them.
 
-    The batches of the first step are distributed first, one to each rank that has any, then those of the second step.
+    Each rank that has batches gets one for the first step, then each rank that has more gets one for the second step.
     So a step of all ranks trains on consecutive batches of the list, and all batches are used once.
 
     Example::

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from join import Join, JoinError
-from join.agreement import check_same
 from join.arguments import checked_weight
-from join.collectives import SingleCollective, Work, collective_of
+from join.collectives import SingleCollective, collective_of
 from join.joinable import OnGroup
 from join.mean import mean_over_ranks
 from join.options import Options, check_loader
@@ -121,7 +120,6 @@ def steps(loader: Iterable[Any], window: int | Literal["all"] = 1, process_group
         TypeError: On all ranks, if the loader of a rank has no length. If ``window`` is not an integer.
         ValueError: If ``window`` is less than 1.
         JoinError: In a block.
-        ProtocolError: On all ranks, if ranks pass different windows.
     """
     check_loader(loader)
     Options("all", "empty", 1, None, window, False)  # checks the window
@@ -131,14 +129,10 @@ def steps(loader: Iterable[Any], window: int | Literal["all"] = 1, process_group
             "joinables.steps was called in a block, but the ranks of a block can be at different places. Call it before"
             " the block. [J682]"
         )
-    lengths = check_same(collective, "joinables.steps", [f"window={window}"], _wait, length_of(loader))
-    if lengths is None:
+    lengths: list[Any] = collective.all_gather_object(length_of(loader), plain=True)
+    if None in lengths:
         raise TypeError(
             "The number of steps is unknown because the loader of a rank has no length. Pass loaders with a length, or"
             " build the schedule from a number of steps of your own. [J683]"
         )
-    return -(-lengths[1] // (window if window != "all" else max(lengths[1], 1)))
-
-
-def _wait(work: Work, _: str) -> None:
-    work.wait()
+    return -(-max(lengths) // (window if window != "all" else max(*lengths, 1)))

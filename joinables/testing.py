@@ -225,12 +225,10 @@ def uneven(batches: Sequence[T], counts: Sequence[int]) -> list[list[T]]:
             f"counts={tuple(counts)} do not distribute {len(batches)} batches. Pass the number of batches of each rank,"
             " whose sum is the number of all batches. [J672]"
         )
-    remaining = iter(batches)
     shares: list[list[T]] = [[] for _ in counts]
-    for step in range(max(counts, default=0)):
-        for share, count in zip(shares, counts, strict=True):
-            if step < count:
-                share.append(next(remaining))
+    order = sorted((step, rank) for rank, count in enumerate(counts) for step in range(count))
+    for (_, rank), batch in zip(order, batches, strict=True):
+        shares[rank].append(batch)
     return shares
 
 
@@ -319,20 +317,15 @@ def _check(train: Any, shares: Sequence[list[Any]], tolerance: float, concatenat
         ranks.append([*record[:-1], *[...] * (len(alone) - len(record)), record[-1]])
     for step, (expected, *found) in enumerate(zip(alone, *ranks, strict=False), 1):
         for rank, own in enumerate(found):
-            if own is not ... and (text := _difference(own, expected, tolerance)):
+            close: Any = {"rtol": tolerance, "atol": tolerance, "equal_nan": True, "check_dtype": False}
+            try:
+                torch.testing.assert_close(expected if own is ... else own, expected, **close)
+            except AssertionError as error:
                 place = "at the end" if step == len(alone) else f"after step {step}"
                 raise NotExact(
                     f"Ranks with {counts} batches differ from a single process: rank {rank} {place}. List each object"
-                    " with state, and pass losses to join.scale if batches have different sizes. [J675]\n\n" + text
-                )
-
-
-def _difference(found: Any, expected: Any, tolerance: float) -> str:
-    try:
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True, check_dtype=False)
-    except AssertionError as error:
-        return str(error)
-    return ""
+                    f" with state, and pass losses to join.scale if batches have different sizes. [J675]\n\n{error}"
+                ) from None
 
 
 def _record(rank: int, train: Callable[..., Any], shares: Sequence[list[Any]]) -> list[Any]:

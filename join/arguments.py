@@ -9,6 +9,7 @@ import difflib
 import inspect
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral, Real
@@ -134,10 +135,9 @@ def expand(objects: Sequence[Any]) -> list[Joinable]:
                 )
             seen[id(target)] = position
         expanded += joinables
-    names = [joinable.join_name for joinable in expanded]
-    for name, joinable in zip(names, expanded, strict=True):
-        same = [other for other, theirs in zip(expanded, names, strict=True) if theirs == name]
-        if len({id(other.join_target) for other in same}) > 1:
+    names = Counter(name for name, _ in {(each.join_name, id(each.join_target)) for each in expanded})
+    for joinable in expanded:
+        if names[joinable.join_name] > 1:
             object.__setattr__(joinable, "join_place", f" (joinables[{seen[id(joinable.join_target)]}])")
     return expanded
 

@@ -47,7 +47,7 @@ def joinables_of(obj: Any) -> list[Joinable]:
     if cls is object and (isinstance(obj, type) or not is_state):
         kind = f"The class {obj.__qualname__}" if isinstance(obj, type) else f"A {type(obj).__qualname__} object"
         held = [name for name, value in getattr(obj, "__dict__", {}).items() if isinstance(value, torch.nn.Module)]
-        hint = f" It holds a module in .{held[0]}: list that module instead." if held else ""
+        hint = f" It holds a module in .{held[0]}. List that module instead, or do one of these." if held else ""
         raise TypeError(
             f"{kind} cannot join. It is not a Joinable, has no state_dict and load_state_dict, and has no registered"
             f" adapter.{hint} Remove it from the list, derive its class from join.Joinable, or call"

@@ -164,7 +164,7 @@ def _wait(ranks: Sequence[Any], results: Sequence[Path], limit: float) -> tuple[
 
 def _text(rank: int, code: int, folder: Path) -> str:
     trace = folder / f"trace-{rank}"
-    text = trace.read_text().strip() if trace.exists() else "It had not begun."
+    text = trace.read_text().strip() if trace.exists() else "It ended before it began"
     is_stack = code == -signal.SIGUSR2  # with the innermost frame first
     return f"\n\n-- rank {rank}, exit code {code}\n{text.partition(_OWN_FRAME)[0] if is_stack else text}".rstrip()
 

@@ -7,14 +7,14 @@ All ranks, with data or on a dummy batch, do the same::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from join.arguments import checked_weight
 from join.collectives import Collective
+from join.collectives._torch_private import pytree
 
 
 @torch.no_grad()
@@ -32,8 +32,8 @@ def mean_over_ranks(collective: Collective, value: Any, weight: Any) -> Any:
         TypeError: If the value or the weight is something else.
         ValueError: If the weight is negative or not finite.
     """
-    values = cast("Mapping[Any, Any]", value) if isinstance(value, Mapping) else {None: value}
-    tensors = [each for each in (*values.values(), weight) if isinstance(each, torch.Tensor)]
+    values, structure = pytree.tree_flatten(value)
+    tensors = [each for each in (*values, weight) if isinstance(each, torch.Tensor)]
     device = next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
     dtype = torch.float64 if device.type == "cpu" else torch.float32
 
@@ -52,9 +52,8 @@ def mean_over_ranks(collective: Collective, value: Any, weight: Any) -> Any:
         return mean.item() if mean.is_cpu else mean[0]
 
     own = flat(weight if isinstance(weight, torch.Tensor) else checked_weight(weight, "weight"))
-    parts = [flat(each) for each in values.values()]
+    parts = list(map(flat, values))
     total = torch.cat([*(torch.where(own > 0, part * own, 0.0) for part in parts), own])
     collective.finish(collective.all_reduce(total), on_cpu=total.is_cpu)
-    split = torch.split(total[:-1] / total[-1], [len(part) for part in parts])
-    means = {name: restored(each, mean) for (name, each), mean in zip(values.items(), split, strict=True)}
-    return means if isinstance(value, Mapping) else means[None]
+    means = torch.split(total[:-1] / total[-1], list(map(len, parts)))
+    return pytree.tree_unflatten(list(map(restored, values, means)), structure)

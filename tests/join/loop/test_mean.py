@@ -69,9 +69,9 @@ def test_mean_outside_a_loop_says_what_to_do() -> None:
     join = Join([torch.nn.Linear(1, 1)])
     with join, pytest.raises(JoinError, match=r"outside a loop.*joinables\.Mean.*\[J686\]"):
         join.mean(1.0)
-    with join, pytest.raises(TypeError, match=r"type list\. Pass a number.*\[J680\]"):
+    with join, pytest.raises(TypeError, match=r"type str\. Pass a number.*\[J680\]"):
         for _ in join.iterate(range(1)):
-            join.mean([1.0])
+            join.mean({"loss": "1.0"})
     with join, pytest.raises(ValueError, match=r"weight is -1, which is negative.*\[J007\]"):
         for _ in join.iterate(range(1)):
             join.mean(1.0, weight=-1)

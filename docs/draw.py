@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from docs.order import drawn, on_ranks
+from docs.order import drawn
 from join import Join
+from joinables.testing import run_ranks
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -144,8 +145,8 @@ def in_lockstep(rank: int) -> list[Call]:
 
 
 def main() -> None:
-    active, shadowed = on_ranks(plain)
-    _, dummy = on_ranks(in_lockstep)
+    active, shadowed = run_ranks(plain, 2)
+    _, dummy = run_ranks(in_lockstep, 2)
     draw(active, "A step of a rank that has data, in a plain block", "active_step")
     draw(shadowed, "What a rank without data does in the end of its block: it shadows", "shadowed_step")
     draw(dummy, "A step over join.iterate, on a dummy", "lockstep_step")

@@ -38,6 +38,7 @@ KINDS = {
     "J214": ["WorkerDied"],
     "J215": ["WorkerDied"],
     "J444": ["ProtocolError"],
+    "J684": ["AttributeError"],
 }
 """Classes of the errors whose texts are not written where the error is raised."""
 TITLES = {
@@ -54,8 +55,11 @@ TITLES = {
     "joinables": "Listing an object",
     "joinables/ddp": "Training a `DistributedDataParallel` module",
     "joinables/metrics": "Keeping metrics",
+    "join/mean": "Keeping metrics",
+    "joinables/over_ranks": "Keeping metrics",
     "join/transfer": "Copying state when a block ends",
     "join/report": "Reading the report",
+    "joinables/testing": "Testing",
     "joinables/trainer": "Training with the trainer",
     "joinables/trainer/launch": "Launching processes",
     "joinables/trainer/checkpoint": "Saving and resuming with the trainer",
@@ -234,7 +238,7 @@ def written(node: ast.expr, constants: Mapping[str, str]) -> str:
         return "".join(written(part, constants) for part in node.values)
     assert isinstance(node, ast.FormattedValue)
     source = ast.unparse(node.value)
-    if source.startswith("did_you_mean"):
+    if source.startswith(("did_you_mean", "hint")):
         return ""
     return constants[source] if source in constants else f"*{in_short(node.value)}*"
 

@@ -7,25 +7,21 @@ shadows: each header and each collective that torch executes, in order.
 from __future__ import annotations
 
 import math
-import pickle
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from join import Join
 from join.protocol.headers import Headers
+from joinables.testing import run_ranks
 
-T = TypeVar("T")
 PICTURE = Path(__file__).parent / "pictures" / "order.svg"
 COUNTS = 3, 1
 KINDS = {"allreduce_": "all-reduce", "broadcast_": "broadcast"}
@@ -93,21 +89,6 @@ def train(rank: int) -> list[Entry]:
     return made
 
 
-def on_ranks(do: Callable[[int], T], world_size: int = 2) -> list[T]:
-    """Run ``do(rank)`` on each of ``world_size`` ranks, and return the results."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (do, folder, world_size), nprocs=world_size)
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
-
-
-def run(rank: int, do: Callable[[int], object], folder: str, world_size: int) -> None:
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    Path(folder, str(rank)).write_bytes(pickle.dumps(do(rank)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def step_of(active: list[Entry], joined: list[Entry]) -> list[tuple[str, Entry, Entry]]:
     """Return the second step: for each action its place in the active rank's loop, and the actions of both ranks."""
     begins = [at for at, entry in enumerate(active) if entry.kind == "forward"]
@@ -152,7 +133,7 @@ def draw(rows: list[tuple[str, Entry, Entry]], axes: Any) -> None:
 
 
 def main() -> None:
-    rows = step_of(*on_ranks(train))
+    rows = step_of(*run_ranks(train, 2))
     if any(active != joined for _, active, joined in rows):
         raise SystemExit(f"The joined rank does not follow the active rank: {rows}")
     PICTURE.parent.mkdir(exist_ok=True)

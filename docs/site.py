@@ -29,6 +29,7 @@ NAVIGATION: dict[str, Any] = {
     "Home": "index.md",
     "My job hangs": "hang.md",
     "Getting started": "start.md",
+    "Convert a real script": "convert.md",
     "How it works": "concepts.md",
     "Choosing plain or iterate": "choosing.md",
     "Guides": {
@@ -74,6 +75,7 @@ NAVIGATION: dict[str, Any] = {
     "Reference": {
         "Join": "api/join.md",
         "Joinables": "api/joinables.md",
+        "Testing": "api/testing.md",
         "The trainer": "api/trainer.md",
         "Frameworks": "api/integrations.md",
         "Collectives": "api/collectives.md",

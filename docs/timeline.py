@@ -15,8 +15,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from docs.order import INK, QUIET, drawn, on_ranks
+from docs.order import INK, QUIET, drawn
 from join import Join
+from joinables.testing import run_ranks
 
 PICTURE = Path(__file__).parent / "pictures" / "timeline.svg"
 COUNTS, SECONDS = (1, 3, 5), (0.01, 0.01, 0.02)
@@ -91,7 +92,7 @@ def draw(ranks: list[list[Range]], axes: Any, first: float, last: float) -> None
 
 
 def main() -> None:
-    ranks = on_ranks(ranges, len(COUNTS))
+    ranks = run_ranks(ranges, len(COUNTS))
     first = min(each.begin for rank in ranks for each in rank if each.kind == "step")
     last = max(each.begin + each.length for rank in ranks for each in rank) - first
     with drawn(PICTURE, (9, 3.2), xlim=(-0.1 * last, 1.02 * last), ylim=(2.85, -1.35)) as axes:

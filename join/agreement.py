@@ -134,8 +134,9 @@ def raise_difference(collective: Collective, values: Values) -> None:
         raise ProtocolError(
             f"Ranks hold different values, although the block keeps them equal: {text}. Step optimizers, schedulers and"
             " scalers alike on all ranks, even if join.shadowing is true. Pass a scheduler a loss that is reduced over"
-            " all ranks. Set learning rates by a counter that is equal on all ranks: after each block, continue"
-            " with the largest counter of all ranks. Load a checkpoint, or broadcast a value, on all ranks. [J441]"
+            " all ranks. Build schedules from joinables.steps(loader), because len(loader) differs between ranks, and"
+            " continue counters that set learning rates with the largest of all ranks after each block. Load a"
+            " checkpoint, or broadcast a value, on all ranks. [J441]"
         )
 
 

@@ -9,6 +9,7 @@ import difflib
 import inspect
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral, Real
@@ -102,7 +103,7 @@ def listed(objects: Any, group: Any) -> list[Any]:
     if isinstance(objects, (torch.nn.Module, str)) or not isinstance(objects, Iterable):
         raise TypeError(f"joinables is a {type(objects).__name__}, not a list. Write Join([...]). [J010]")
     objects = list(cast("Iterable[Any]", objects))
-    if not objects and group is ...:
+    if all(obj is None for obj in objects) and group is ...:
         raise ValueError(
             "Join([]) requires at least one joinable. List the objects that you train. For a loop over join.iterate"
             " that trains nothing, write Join([], process_group=None), or pass the process group of the loop. [J011]"
@@ -113,6 +114,8 @@ def listed(objects: Any, group: Any) -> list[Any]:
 def expand(objects: Sequence[Any]) -> list[Joinable]:
     """Return the joinables for the objects that ``Join`` was called with.
 
+    ``None`` is skipped. Objects with the same name are told apart in errors by their positions.
+
     Raises:
         TypeError: If an object cannot join.
         ValueError: If an object is listed twice.
@@ -120,9 +123,10 @@ def expand(objects: Sequence[Any]) -> list[Joinable]:
     expanded: list[Joinable] = []
     seen: dict[int, int] = {}
     for position, obj in enumerate(objects):
-        joinables = joinables_of(obj)
+        joinables = [] if obj is None else joinables_of(obj)
         for joinable in joinables:
             check_initialised(joinable)
+            object.__setattr__(joinable, "join_place", "")
         for target in {id(joinable.join_target): joinable.join_target for joinable in joinables}.values():
             if id(target) in seen:
                 raise ValueError(
@@ -131,6 +135,10 @@ def expand(objects: Sequence[Any]) -> list[Joinable]:
                 )
             seen[id(target)] = position
         expanded += joinables
+    names = Counter(name for name, _ in {(each.join_name, id(each.join_target)) for each in expanded})
+    for joinable in expanded:
+        if names[joinable.join_name] > 1:
+            object.__setattr__(joinable, "join_place", f" (joinables[{seen[id(joinable.join_target)]}])")
     return expanded
 
 

@@ -53,18 +53,20 @@ from join.transfer import Exchange, OwnTensors, copy_state
 
 channels: dict[int, Channel] = {}
 """Channels of the groups on which blocks are open, by the ``id`` of the group's collective."""
-_joins: dict[int, Any] = {}  # by the id of a joinable and of its target, since a joinable must stay picklable
+joins: dict[int, Any] = {}
+"""Open ``Join`` objects in the order of entering, by the ``id`` of a joinable and of its target: a joinable must stay
+picklable."""
 
 
 def join_of(obj: Any) -> Any:
     """Return the ``Join`` whose open block contains this joinable, or a joinable for this object; or ``None``."""
-    return _joins.get(id(obj))
+    return joins.get(id(obj))
 
 
 def claim(join: Any, joinables: Sequence[Joinable], *, enable: bool, throw: bool) -> None:
     """Record that these joinables are in the block of ``join``."""
     for position, joinable in enumerate(joinables):
-        _joins[id(joinable)] = _joins[id(joinable.join_target)] = join
+        joins[id(joinable)] = joins[id(joinable.join_target)] = join
         object.__setattr__(joinable, "_join_config", JoinConfig(enable, throw, position == 0))
 
 
@@ -72,8 +74,8 @@ def release(joinables: Sequence[Joinable]) -> None:
     """Record that these joinables are in no block any more."""
     disabled = JoinConfig.construct_disabled_join_config()
     for joinable in joinables:
-        _joins.pop(id(joinable), None)
-        _joins.pop(id(joinable.join_target), None)
+        joins.pop(id(joinable), None)
+        joins.pop(id(joinable.join_target), None)
         object.__setattr__(joinable, "_join_config", disabled)
 
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from typing_extensions import Self
 
 from join.arguments import (
@@ -32,11 +33,12 @@ from join.arguments import (
     listed,
 )
 from join.batch import PLAIN, Step
-from join.block import OpenBlock, channels, claim, join_of, release, report_failed_entry
+from join.block import OpenBlock, channels, claim, join_of, joins, release, report_failed_entry
 from join.collectives import Collective, SingleCollective, Work, collective_of
 from join.errors import JoinError
 from join.joinable import NothingListed
-from join.loop import Loop
+from join.loop import Batches, Loop
+from join.mean import mean_over_ranks
 from join.options import Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
@@ -75,7 +77,7 @@ class Join:
     Args:
         joinables: The objects to synchronise: DDP modules, optimizers, schedulers, gradient scalers, and
             :class:`Joinable` objects, your own or torch's. An object that is trained but not listed is not
-            synchronised. Pass ``[]`` for loops over :meth:`iterate` that train nothing.
+            synchronised. ``None`` is skipped. Pass ``[]`` for loops over :meth:`iterate` that train nothing.
         enable: If ``False``, the block does nothing. Use this for inputs that are known to be even. In a single
             process without a process group, a block whose objects do not communicate, such as a plain module, does
             nothing either.
@@ -142,7 +144,7 @@ class Join:
 
     def _reset(self) -> None:
         """Make new joinables for the objects, and forget the report: both belong to the previous block."""
-        self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
+        self._joinables = expand(self._objects) or [NothingListed(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
         self._loop: Loop[Any] | None = None  # that began last
         self._report: Callable[[], JoinReport] | None = None
@@ -217,6 +219,31 @@ class Join:
             group: The process group; ``None`` is the default group.
         """
         return bool(channels) and id(collective_of(group)) in channels
+
+    @staticmethod
+    def current(process_group: Any = None) -> Join:
+        """Return the ``Join`` whose block is open on a process group; the innermost one of several.
+
+        Example::
+
+            def train_one_epoch(model, loader, optimizer):  # called in a block
+                for x, y in Join.current().iterate(loader):
+                    ...
+
+        Args:
+            process_group: The process group; ``None`` is the default group.
+
+        Raises:
+            JoinError: If no block is open on it.
+        """
+        collective = collective_of(process_group) if process_group is not None or dist.is_initialized() else None
+        for join in reversed(list(joins.values())):  # which is alone in a block without a process group
+            if join.collective is collective or isinstance(join.collective, SingleCollective):
+                return join
+        raise JoinError(
+            "No Join block is open on this process group. Write with Join([...]): around the call, or pass the process"
+            " group of the block to Join.current. [J685]"
+        )
 
     @property
     def weight(self) -> float | None:
@@ -322,6 +349,42 @@ class Join:
         scaling = block.channel.scaling
         return scaling.scale(loss, weight * self._divisor, scaling.unit)
 
+    def mean(self, value: Any, weight: float | torch.Tensor | None = None) -> Any:
+        """Return the mean of a value over the ranks with data, in a loop over :meth:`iterate`: the same on all ranks.
+
+        Call it on all ranks, on dummy batches too, which do not count. It is one small all-reduce. Tensors are reduced
+        on their device, and the host does not wait for them.
+
+        Example::
+
+            for x, y in join.iterate(loader):
+                loss = train_step(x, y)
+                losses.append(join.mean(loss.item()))
+                logs = join.mean({"loss": loss.detach(), "accuracy": accuracy}, weight=len(x))
+
+        Args:
+            value: A number, a tensor, or a dict of these. On a dummy batch, and with a weight of 0, it is ignored, even
+                if it is NaN. Tensors have the same shape on all ranks.
+            weight: The number of samples or tokens that ``value`` is the mean of. The default is :attr:`weight`: the
+                result of ``weigh``, or 1.
+
+        Returns:
+            A float for a number, a tensor for a tensor, and a dict for a dict. A number beside tensors on an
+            accelerator becomes a tensor there. It is NaN if all weights are 0.
+
+        Raises:
+            JoinError: Outside a loop over :meth:`iterate`.
+            TypeError: If an argument is none of these.
+            ValueError: If ``weight`` is negative or not finite.
+        """
+        step = self._step
+        if not step.in_loop:
+            raise JoinError(
+                "join.mean was called outside a loop over join.iterate, but ranks without data would not call it. Loop"
+                " over join.iterate(loader), or list a joinables.Mean in the block and read it after the block. [J686]"
+            )
+        return mean_over_ranks(self._collective, value, step.weight if weight is None or step.shadowing else weight)
+
     @property
     def _step(self) -> Step:
         """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``PLAIN``."""
@@ -423,7 +486,7 @@ class Join:
         weigh: Callable[[T], float] | None = None,
         window: int | Literal["all"] = 1,
         fill_window: bool = False,
-    ) -> Loop[T]:
+    ) -> Batches[T]:
         """Iterate over ``loader`` in lockstep: all ranks run the loop body the same number of times.
 
         The loop body may therefore contain any collectives: of the model, of metrics, of gradient clipping. It must do
@@ -459,7 +522,8 @@ class Join:
 
         Returns:
             The batches, to be iterated once. Their ``len`` is the number of steps that all ranks make; it raises
-            ``TypeError`` if the loader of a rank has no length.
+            ``TypeError`` if the loader of a rank has no length. Other attributes are attributes of the loader, such
+            as ``dataset``.
 
         Raises:
             ValueError, TypeError: If an argument is none of these.
@@ -469,7 +533,7 @@ class Join:
         """
         return self._iterate(loader, Options(until, dummy, lookahead, weigh, window, bool(fill_window)))
 
-    def _iterate(self, loader: Iterable[T], options: Options) -> Loop[T]:
+    def _iterate(self, loader: Iterable[T], options: Options) -> Batches[T]:
         if self._scope is None:
             raise JoinError(
                 "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
@@ -485,7 +549,7 @@ class Join:
             self._channel.agree()
         loop = Loop(self._channel, loader, options)
         loop.on_begin = partial(self._begin, self._scope)
-        return loop
+        return Batches(loop, loader)
 
     def _begin(self, scope: Scope, loop: Loop[Any]) -> None:
         """Make a loop, which begins now, the current one of its block."""
@@ -605,7 +669,7 @@ class Join:
             self._report = JoinReport if error is None else None
             return
         self._report = self._block.end(error, loop)
-        if error is None and loop is None and not self._objects:
+        if error is None and loop is None and isinstance(self._joinables[0], NothingListed):
             warnings.warn(
                 "A block that lists nothing is meant for loops over join.iterate, but it had none. Write for batch in"
                 " join.iterate(loader).",

@@ -126,6 +126,9 @@ class Joinable(ABC):
 
     Dummies must then have no samples, and the loop must call ``Join.scale``."""
 
+    join_place: str = ""
+    """Suffix of the name, with the position in the list, if another listed object has the same name."""
+
     _join_config: JoinConfig
 
     def __init__(self) -> None:
@@ -241,7 +244,7 @@ class Joinable(ABC):
     @property
     def join_name(self) -> str:
         """Name of this joinable in reports and errors."""
-        return type(self).__name__
+        return type(self).__name__ + self.join_place
 
     @property
     def join_target(self) -> Any:

@@ -3,8 +3,9 @@
 All ranks run the loop body the same number of times, so the body may contain any collectives. A rank that is out of
 data gets dummy batches, which weigh nothing. The parts of a loop:
 
-- :class:`Loop` is one loop on one rank, and the result of ``Join.iterate``. It yields batches and dummy batches, and
-  begins and ends the loop. ``Lockstep``, in ``join.protocol.channel``, is its protocol.
+- :class:`Loop` is one loop on one rank. It yields batches and dummy batches, and begins and ends the loop.
+  ``Lockstep``, in ``join.protocol.channel``, is its protocol.
+- :class:`Batches` is the result of ``Join.iterate``: an iterable over a loop, with the attributes of the loader.
 - ``join.rounds`` announces the batches of several steps at a time, and adds up their weights.
 - ``join.read_ahead`` reads the batches of the next round.
 - ``join.options`` are the arguments of ``Join.iterate``.
@@ -389,3 +390,40 @@ class Loop(Lockstep, Iterable[T]):
     def _release(self) -> None:
         self._template = None
         self.ahead.close()
+
+
+class Batches(Iterable[T]):
+    """Batches of a loop, to be iterated once. All attributes are attributes of the loader, to read and to set.
+
+    Its ``len`` is the number of steps that all ranks make.
+
+    Args:
+        loop: The loop.
+        loader: The loader of this rank.
+    """
+
+    __slots__ = ("join_loader", "join_loop")
+
+    def __init__(self, loop: Loop[T], loader: Iterable[T]) -> None:
+        object.__setattr__(self, "join_loop", loop)
+        object.__setattr__(self, "join_loader", loader)
+
+    @override
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.join_loop)
+
+    def __len__(self) -> int:
+        return len(self.join_loop)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict", "set_epoch"):
+            raise AttributeError(
+                f"join.iterate(loader) has no {name}, because it reads batches ahead of the loop body. Save"
+                " join.loader_state(). Call load_state_dict and set_epoch on the loader itself, before join.iterate."
+                " [J684]"
+            )
+        return getattr(object.__getattribute__(self, "join_loader"), name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.join_loader, name, value)

@@ -12,6 +12,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from join.joinable import Joinable
 
 T = TypeVar("T")
@@ -44,9 +46,11 @@ def joinables_of(obj: Any) -> list[Joinable]:
     is_state = all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
     if cls is object and (isinstance(obj, type) or not is_state):
         kind = f"The class {obj.__qualname__}" if isinstance(obj, type) else f"A {type(obj).__qualname__} object"
+        held = [name for name, value in getattr(obj, "__dict__", {}).items() if isinstance(value, torch.nn.Module)]
+        hint = f" It holds a module in .{held[0]}. List that module instead, or do one of these." if held else ""
         raise TypeError(
             f"{kind} cannot join. It is not a Joinable, has no state_dict and load_state_dict, and has no registered"
-            " adapter. Remove it from the list, derive its class from join.Joinable, or call"
+            f" adapter.{hint} Remove it from the list, derive its class from join.Joinable, or call"
             f" join.register_joinable({type(obj).__name__}, adapter). [J096]"
         )
     adapted = _adapters[cls](obj)

@@ -24,6 +24,7 @@ from joinables.ddp.buffers import BucketRebuild, BufferSync
 from joinables.ddp.reduction import GradientSync
 from joinables.loss_gate import LossGate
 from joinables.metrics import joinable_of_metric
+from joinables.over_ranks import Mean, steps
 from joinables.own_collectives import ShardedModule, is_dtensor, is_sharded
 from joinables.state import ModuleState, OptimizerState, State
 from joinables.wrapped import holds_optimizers, unwrapped
@@ -36,10 +37,12 @@ __all__ = [
     "BufferSync",
     "GradientSync",
     "LossGate",
+    "Mean",
     "ShardedModule",
     "State",
     "TorchJoinable",
     "ZeroStep",
+    "steps",
 ]
 __all__ += join.__all__
 

@@ -56,7 +56,7 @@ class Adapter(Joinable, JoinHook):
     @property
     @override
     def join_name(self) -> str:
-        return self._name
+        return self._name + self.join_place
 
     @property
     @override

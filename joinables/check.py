@@ -1,7 +1,7 @@
 """Check of this machine: ``python -m joinables check`` shows how ranks communicate, and whether they train exactly.
 
-It trains on two ranks of this machine; the second has a third of the first one's batches. Their parameters are compared
-with the parameters of a single process. Each line of the output is ``ok``, a ``note``, or ``WRONG``.
+It trains on two ranks of this machine; the second has a third of the first one's batches. They are compared with a
+single process. Each line of the output is ``ok``, a ``note``, or ``WRONG``.
 """
 
 from __future__ import annotations
@@ -10,27 +10,24 @@ import ipaddress
 import os
 import platform
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import spawn  # pyright: ignore[reportUnknownVariableType]
 from torch.nn.parallel import DistributedDataParallel
 
 import joinables
 from join import Join
 from join.collectives.shared_memory import obstacle_found
-from join.collectives.store import local_store
 from joinables._torch.versions import SUPPORTED
+from joinables.testing import NotExact, RankFailed, assert_equals_one_process
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 BATCHES = (12, 4)
 """The number of batches of each rank."""
-_LIMIT = 90.0  # seconds for the ranks; they need most of them to import torch
+_LIMIT = 90.0  # seconds for each run; ranks need most of them to import torch
 _TOLERANCE = 1e-12  # for doubles that were summed in different orders
 
 
@@ -116,81 +113,28 @@ def look_at_training(limit: float = _LIMIT) -> Iterator[Finding]:
     if not dist.is_gloo_available():
         yield Finding("WRONG", "This torch has no gloo, which carries headers on CPU. Install a torch with gloo.")
         return
-    store = local_store()
-    ranks: Any = spawn(_work, (store.port, limit), nprocs=len(BATCHES), join=False, daemon=True)
+    draws = torch.Generator(device="cpu").manual_seed(0)
+    batches = list(torch.randn(sum(BATCHES), 8, 16, dtype=torch.float64, generator=draws, device="cpu"))
+    two = f"two ranks with {BATCHES[0]} and {BATCHES[1]} batches"
     try:
-        ended = _join(ranks, limit)
-    except Exception as error:  # its text is the traceback of a rank
-        yield Finding("WRONG", f"two ranks could not train: {str(error).strip().splitlines()[-1]}")
-        return
-    if not ended:
+        assert_equals_one_process(_train, batches, [BATCHES], tolerance=_TOLERANCE, timeout=limit)
+    except NotExact as error:
+        yield Finding("WRONG", f"{two} do not end as one process does: {' '.join(str(error).split())}")
+    except RankFailed as error:
         fix = f"Set {INTERFACE}=lo and check again. If that helps, the address above cannot be reached."
-        yield Finding("WRONG", f"two ranks did not train within {limit:g} s. {fix}")
-        return
-    difference = float(store.get("difference"))
-    text = f"two ranks with {BATCHES[0]} and {BATCHES[1]} batches, against one process: largest difference"
-    yield Finding("ok" if difference <= _TOLERANCE else "WRONG", f"{text} {difference:.1e}")
+        yield Finding("WRONG", f"{two} could not train: {str(error).splitlines()[0]} {fix}")
+    else:
+        yield Finding("ok", f"{two} end as one process does: no difference above {_TOLERANCE:g}")
 
 
-def _join(ranks: Any, limit: float) -> bool:
-    """Wait for the ranks and return whether they ended within ``limit`` seconds; raise the exception of a rank."""
-    deadline = time.monotonic() + limit
-    try:
-        while not (ended := ranks.join(max(deadline - time.monotonic(), 0))) and time.monotonic() < deadline:
-            pass  # one rank has ended
-        return ended
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.join()
-
-
-def _work(rank: int, port: int, limit: float) -> None:
-    """Train as one rank; rank 0 writes the difference from a single process into the store."""
-    torch.set_num_threads(1)
-    seconds = timedelta(seconds=limit)
-    store = dist.TCPStore("127.0.0.1", port, timeout=seconds)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(BATCHES), timeout=seconds)
-    network = _network()
-    model = DistributedDataParallel(network)
+def _train(loader: list[torch.Tensor], rank: int, world_size: int) -> Any:
+    """Train on a rank, and return the parameters and the state of the optimizer."""
+    layers = torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)
+    model = DistributedDataParallel(torch.nn.Sequential(*layers).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with Join([model, optimizer], divide_by_initial_world_size=False):
-        for step in range(BATCHES[rank]):
-            _train(model, optimizer, _batch(rank, step))
-    difference = (_parameters(network) - _trained_alone()).abs().max()
-    dist.all_reduce(difference, dist.ReduceOp.MAX)
-    if rank == 0:
-        store.set("difference", str(difference.item()))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _trained_alone() -> torch.Tensor:
-    """Return the parameters after a single process has trained on the batches of all ranks."""
-    network = _network()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-    for step in range(max(BATCHES)):
-        batches = [_batch(rank, step) for rank, count in enumerate(BATCHES) if step < count]
-        _train(network, optimizer, torch.cat(batches))
-    return _parameters(network)
-
-
-def _network() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).double()
-
-
-def _batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(
-        8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * rank + step), device="cpu"
-    )
-
-
-def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    model(batch).square().mean().backward()
-    optimizer.step()
-
-
-def _parameters(network: torch.nn.Module) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(network.parameters()).detach()
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    return model.module.state_dict(), optimizer.state_dict()

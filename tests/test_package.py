@@ -19,6 +19,7 @@ import torch
 import join
 import join.collectives
 import joinables
+import joinables.testing
 import joinables.trainer
 from joinables._torch import versions
 
@@ -46,10 +47,12 @@ def test_public_names() -> None:
         "BufferSync",
         "GradientSync",
         "LossGate",
+        "Mean",
         "ShardedModule",
         "State",
         "TorchJoinable",
         "ZeroStep",
+        "steps",
     }
     assert joinables.trainer.__all__ == [
         "Callback",
@@ -83,7 +86,14 @@ def test_public_names() -> None:
         "collective_of",
         "run_threads",
     ]
-    for package in (join, joinables, join.collectives, joinables.trainer):
+    assert joinables.testing.__all__ == [
+        "NotExact",
+        "RankFailed",
+        "assert_equals_one_process",
+        "run_ranks",
+        "uneven",
+    ]
+    for package in (join, joinables, join.collectives, joinables.testing, joinables.trainer):
         for name in package.__all__:
             assert name == "ReduceOp" or getattr(package, name).__doc__, name
 
@@ -103,9 +113,11 @@ SIGNATURES = {
     "Join": "joinables, enable=True, throw_on_early_termination=False, *, timeout=None,"
     " process_group=Ellipsis, loss_divided_by=1, **kwargs",
     "Join.close": "self, error=None",
+    "Join.current": "process_group=None",
     "Join.is_open_on": "group",
     "Join.iterate": "self, loader, until='all', *, dummy='empty', lookahead=1, weigh=None, window=1, fill_window=False",
     "Join.loader_state": "self",
+    "Join.mean": "self, value, weight=None",
     "Join.notify_join_context": "joinable",
     "Join.open": "self",
     "Join.scale": "self, loss, divided_over=None",

@@ -44,7 +44,7 @@ from join import Join, JoinError
 from join.batch import Step, map_tensors
 from join.collectives import SingleCollective
 from join.collectives._torch_private import pytree
-from join.loop import Loop
+from join.loop import Batches
 from join.transfer import gather_trees
 from joinables.integrations import warn_if_alone
 from joinables.modules import replaced
@@ -181,7 +181,7 @@ class AcceleratedJoin(Join):
             self._accelerator.sync_gradients = self.ends_window
 
     @override
-    def iterate(self, loader: Iterable[T], until: Literal["all", "first"] = "all", **options: Any) -> Loop[T]:
+    def iterate(self, loader: Iterable[T], until: Literal["all", "first"] = "all", **options: Any) -> Batches[T]:
         """Loop as in :class:`Join`, in windows of ``gradient_accumulation_steps``; a dummy is the last batch."""
         mixes_ranks = self._block is not None and any(b.mixes_ranks for _, b in self.channel.roster.bursts)
         options.setdefault("window", self._accelerator.gradient_accumulation_steps)

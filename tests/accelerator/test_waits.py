@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
+from joinables import Mean
 from tests.accelerator.target import Target, Wait, device_of_rank, waits
 from tests.cases import Model, Optimizer
 from tests.models import batch, build
@@ -47,6 +48,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "iterate, zero_grad keeps tensors": {"iterate": True, "to_none": False},
     "iterate, window": {"iterate": True, "accumulate": 2},
     "iterate, sharded": {"iterate": True, "sharded": True},
+    "iterate, mean": {"iterate": True, "mean": True},
+    "listed mean": {"mean": True},
 }
 OVER_GROUP = ["plain", "batch norm", "weights", "zero", "timeout", "iterate", "iterate, weights"]
 COUNTS = 4, 6, 0
@@ -69,7 +72,8 @@ def train(rank: int, target: Target, options: dict[str, Any]) -> list[Wait]:
     optimizer = optimizer_of(Optimizer(zero=options.get("zero", False)), model)
     scaler = torch.amp.GradScaler(device.type, enabled=options.get("scaler", False))
     mine = [tuple(part.to(device) for part in batch(rank, 0, step)) for step in range(COUNTS[rank])]
-    listed = [model, optimizer, *([scaler] if scaler.is_enabled() else [])]
+    mean = Mean() if options.get("mean") else None
+    listed = [model, optimizer, *([scaler] if scaler.is_enabled() else []), mean]
     accumulate = options.get("accumulate", 1)
     more = {"timeout": options["timeout"]} if "timeout" in options else {}
     initial = options.get("initial", False)
@@ -91,6 +95,10 @@ def train(rank: int, target: Target, options: dict[str, Any]) -> list[Wait]:
             if ends_window:
                 scaler.step(optimizer)
                 scaler.update()
+            if mean is not None and options.get("iterate"):
+                join.mean({"loss": loss, "samples": len(x)}, weight=torch.full((), len(x), device=device))
+            if mean is not None:
+                mean.update(loss, len(x))
             last_step = len(found)
     return found[first_steps:last_step]
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Burst, Join, Joinable, JoinHook
 from join.collectives import SingleCollective, collective_of
 from join.registry import joinables_of
+from joinables import Mean
 from tests.join.counter import Counter, Leading
 from tests.joinables.summer import Summer
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
@@ -112,6 +113,17 @@ def metric(*beside: Any) -> Subject:
     return Subject(target, step, target.compute, list(beside))
 
 
+def mean(*beside: Any) -> Subject:
+    target = Mean()
+
+    def step(data: Batch, scale: Scale) -> None:
+        for other in beside:
+            other()
+        target.update(data[0].mean(), len(data[0]))
+
+    return Subject(target, step, target.compute, list(beside))
+
+
 def scaled(module: Any) -> Subject:
     """A scaler, of which each second step that is finite raises the scale."""
     optimizer: Any = adam(module)
@@ -180,6 +192,7 @@ MAKERS: dict[str, tuple[Callable[[], Subject], Callable[[], Subject]]] = {
     "fully_shard": (lambda: sharded("module"), lambda: in_one_process(build("mlp"))),
     "Optimizer of fully_shard": (lambda: sharded("optimizer"), lambda: in_one_process(build("mlp"))),
     "Metric": (lambda: metric(counter()), metric),
+    "Mean": (lambda: mean(counter()), mean),
     "GradScaler": (lambda: scaled(DistributedDataParallel(build("mlp"))), lambda: scaled(build("mlp"))),
     "Module": (lambda: average(counter()), average),
     "torch Joinable": (summer, calls_alone),

@@ -74,6 +74,10 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
         ("weights.md", 2, False, True),
         ("weights.md", 3, False, True),
         ("metrics.md", 0, False, True),
+        ("metrics.md", 1, False, True),
+        ("metrics.md", 2, False, True),
+        ("convert.md", 0, False, True),
+        ("convert.md", 1, False, True),
         ("iterate.md", 0, False, True),
         ("iterate.md", 1, False, True),
         ("iterate.md", 2, False, True),
@@ -161,8 +165,8 @@ def test_statistics_of_batch_norm_are_averaged_by_numbers_of_batches(pool: Pool,
 
 
 def test_each_loop_is_run() -> None:
-    counts = {"block.md": 4, "weights.md": 4, "metrics.md": 1, "iterate.md": 4, "sharded.md": 3, "authors.md": 2}
-    counts |= {"joinable.md": 2, "trainer.md": 1}
+    counts = {"block.md": 4, "weights.md": 4, "metrics.md": 3, "iterate.md": 4, "sharded.md": 3, "authors.md": 2}
+    counts |= {"convert.md": 2, "joinable.md": 3, "trainer.md": 1}
     assert {page: len(blocks(page)) for page in counts} == counts
 
 
@@ -253,10 +257,14 @@ def test_resuming_in_the_middle_of_an_epoch(ending: Ending, tmp_path: Path) -> N
     torch.testing.assert_close(resumed["model"], alone["model"], atol=2e-6, rtol=0)
 
 
-def test_a_joinable_of_ones_own() -> None:
+def follow_all(rank: int, page: str) -> None:
     names: dict[str, Any] = {"__name__": "guide"}
-    for code in blocks("joinable.md"):
+    for code in blocks(page):
         exec(code, names)
+
+
+def test_a_joinable_of_ones_own(ending: Ending) -> None:
+    ending.run(follow_all, "joinable.md", ranks=1, group=False)
 
 
 @pytest.mark.timeout(150)

@@ -95,9 +95,8 @@ def test_two_groups() -> None:
     one: list[Any] = []
     run_threads(1, one.append)
     run_threads(1, one.append)
-    with pytest.raises(
-        ValueError, match=r"Counter and Counter use multiple process groups in one Join block\. List only"
-    ):
+    names = r"Counter \(joinables\[0\]\) and Counter \(joinables\[1\]\)"
+    with pytest.raises(ValueError, match=rf"{names} use multiple process groups in one Join block\. List only"):
         Join([Counter(one[0]), Counter(one[1])])
 
 

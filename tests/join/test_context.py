@@ -182,8 +182,9 @@ def test_follower_out_of_step_is_an_error() -> None:
                     second()
         return str(caught.value)
 
-    assert all("Counter did not notify before Counter announced a burst" in text for text in run_threads(2, missing))
-    assert all("Counter did not notify before the block ended" in text for text in run_threads(2, missing_at_the_end))
+    told = "Counter (joinables[1]) did not notify before"
+    assert all(f"{told} Counter (joinables[0]) announced a burst" in text for text in run_threads(2, missing))
+    assert all(f"{told} the block ended" in text for text in run_threads(2, missing_at_the_end))
 
 
 def test_timeout_names_who_is_missing() -> None:

@@ -19,14 +19,15 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join
+from join.collectives import collective_of
 from join.errors import add_note
 from join.joinable import NothingListed
+from join.mean import mean_over_ranks
 from joinables.integrations import warn_if_alone
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.loaders import Fetcher, InjectedRank, Loader, share_length, trim
@@ -195,11 +196,7 @@ class JoinStrategy(DDPStrategy):
             if not tensor.is_floating_point():  # Lightning rounds a mean of whole numbers down
                 tensor = tensor.to(torch.get_default_dtype())
             if self._blocks.in_step:
-                weight = self._blocks.weight
-                value = tensor * weight if weight else torch.zeros_like(tensor)
-                sums = torch.stack([value, torch.full_like(tensor, weight)])
-                dist.all_reduce(sums, group=group)
-                return sums[0] / sums[1]
+                return mean_over_ranks(collective_of(group), tensor, self._blocks.weight)
         return super().reduce(tensor, group, reduce_op)
 
     @override

@@ -1,0 +1,353 @@
+"""Tests of training on uneven inputs: :func:`run_ranks`, :func:`uneven` and :func:`assert_equals_one_process`.
+
+The functions need no test framework, no port and no fixture. Ranks are processes of this machine, and the parent and
+its ranks share a temporary folder::
+
+    parent                                      rank
+    ------                                      ----
+    starts the ranks, with fn                   makes the process group, over a file in the folder
+    waits until the ranks end                   runs fn
+                                                writes its result or its traceback
+                                                waits until all ranks have done so; ends
+    at the limit: SIGUSR2 to running ranks      writes its stack; ends
+    kills whatever is left
+    reads the results, tracebacks or stacks
+
+A rank that fails because of another rank waits before it ends, so the first rank that ends without a result is the
+cause.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import inspect
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import connection
+from numbers import Number
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from join.arguments import checked_timeout
+from join.collectives._torch_private import pytree
+from join.collectives.broken import is_broken
+from join.errors import JoinTimeoutError, PeerError, described
+from join.files import replacing, temporary_folder
+
+__all__ = ["NotExact", "RankFailed", "assert_equals_one_process", "run_ranks", "uneven"]
+
+T = TypeVar("T")
+
+_OWN_FRAME = f'  File "{__file__}"'
+_NO_LIMIT = 1e6  # seconds
+_AFTER_FAILURE = 10.0  # seconds that a rank waits before it ends, if another rank has caused its failure
+
+
+class RankFailed(AssertionError):
+    """Exception for a rank that raised an exception, did not return in time, or whose process ended.
+
+    Its message has the traceback of the rank, or the stacks of the ranks that did not return.
+    """
+
+
+class NotExact(AssertionError):
+    """Exception for uneven ranks whose result is not the result of a single process."""
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def run_ranks(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout: float | None = 60.0,
+    backend: str = "gloo",
+    start_method: Literal["spawn", "fork", "forkserver"] = "spawn",
+) -> list[T]:
+    """Run ``fn(rank, *args)`` as each rank of a process group, and return the results by rank.
+
+    Each rank is a new process of this machine, with the default process group set up. It computes on one thread. When
+    this function returns or raises an exception, none of these processes runs any more, nor any process that they have
+    started.
+
+    Example::
+
+        def total(rank, samples):
+            count = torch.tensor(samples[rank])
+            dist.all_reduce(count)
+            return count.item()
+
+        assert run_ranks(total, 3, [5, 0, 2]) == [7, 7, 7]
+
+    Args:
+        fn: The function. Unless processes are forked, it is defined at the top level of a file, and a script calls
+            ``run_ranks`` under ``if __name__ == "__main__"``.
+        world_size: The number of ranks.
+        *args: Further arguments of ``fn``, the same on all ranks.
+        timeout: Seconds for the whole call; ``None`` is without limit.
+        backend: The backend of the process group. For a GPU, let ``fn`` call ``torch.cuda.set_device`` first.
+        start_method: How processes are started. ``"fork"`` pickles nothing, and is the method for notebooks. It is
+            fast, because ranks do not import torch again. Fork only if this process has not used a GPU, and has not
+            made a process group.
+
+    Returns:
+        The results by rank. They are pickled, so return tensors on the CPU.
+
+    Raises:
+        RankFailed: If a rank raised an exception, its process ended, or it did not return within ``timeout``. It names
+            the rank that failed first.
+        TypeError: If ``fn`` or an argument cannot be pickled.
+        ValueError: If ``timeout`` is not positive.
+    """
+    limit = checked_timeout(timeout) or _NO_LIMIT
+    call = (fn, args) if start_method == "fork" else _pickled(fn, args)
+    start = cast("Any", torch.multiprocessing).start_processes
+    with temporary_folder() as name:
+        how = call, world_size, name, backend, limit
+        ranks = start(_work, how, world_size, join=False, start_method=start_method).processes
+        results = [Path(name, f"result-{rank}") for rank in range(world_size)]
+        failed, running = _wait(ranks, results, limit)
+        if not (failed or running):
+            return [pickle.loads(result.read_bytes()) for result in results]
+        texts = [_text(rank, ranks[rank].exitcode, Path(name)) for rank in failed or running]
+    problem = f"{failed} failed: {texts[0].splitlines()[-1]}" if failed else f"{running} did not return in {limit:g} s"
+    #: A negative exit code is the number of a signal. If a rank exited while it imported the main script, put the call
+    #: of run_ranks under if __name__ == "__main__". In a notebook, pass start_method='fork'.
+    raise RankFailed(f"Ranks {problem}. Read their tracebacks or stacks below. [J671]" + "".join(texts))
+
+
+def _pickled(*call: Any) -> bytes:
+    try:
+        return pickle.dumps(call)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"run_ranks cannot send the function or an argument to a new process: {described(error)}. Define the"
+            " function at the top level of a file, or pass start_method='fork'. [J670]"
+        ) from error
+
+
+def _wait(ranks: Sequence[Any], results: Sequence[Path], limit: float) -> tuple[list[int], list[int]]:
+    """Wait until all ranks end, until one ends without a result, or for ``limit`` seconds. Then end all ranks.
+
+    Returns:
+        Lists of the ranks without a result: ranks that ended, and ranks that still ran.
+    """
+    running, deadline = {process.sentinel: rank for rank, process in enumerate(ranks)}, time.monotonic() + limit
+    failed: list[int] = []
+    try:
+        while running and not failed and (left := deadline - time.monotonic()) > 0:
+            ended = [running.pop(sentinel) for sentinel in connection.wait(list(running), left)]
+            failed = [rank for rank in ended if not results[rank].exists()]
+        for rank in () if failed else running.values():
+            os.kill(ranks[rank].pid, signal.SIGUSR2)
+        for rank in () if failed else running.values():
+            ranks[rank].join(2.0)
+    finally:
+        for process in ranks:
+            with suppress(ProcessLookupError):  # the rank has left no process
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+    return failed, sorted(running.values())
+
+
+def _text(rank: int, code: int, folder: Path) -> str:
+    trace = folder / f"trace-{rank}"
+    text = trace.read_text().strip() if trace.exists() else "It ended before it began"
+    is_stack = code == -signal.SIGUSR2  # with the innermost frame first
+    return f"\n\n-- rank {rank}, exit code {code}\n{text.partition(_OWN_FRAME)[0] if is_stack else text}".rstrip()
+
+
+def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limit: float) -> None:
+    """Run the function as one rank."""
+    os.setsid()  # so that the processes that it starts can be ended with it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch.multiprocessing sends it when the parent ends
+    trace = Path(folder, f"trace-{rank}").open("w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR2, trace, all_threads=False, chain=True)
+    torch.set_num_threads(1)
+    store, seconds = dist.FileStore(f"{folder}/store", world_size), timedelta(seconds=limit)
+    try:
+        fn, args = pickle.loads(call) if isinstance(call, bytes) else call
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
+        group = dist.group.WORLD  # one of its own threads must not free it
+        result = pickle.dumps(fn(rank, *args))
+    except BaseException as error:
+        traceback.print_exc(file=trace)
+        trace.flush()
+        if isinstance(error, (PeerError, JoinTimeoutError)) or is_broken(error):
+            time.sleep(_AFTER_FAILURE)
+        sys.exit(1)
+    with replacing(Path(folder, f"result-{rank}")) as file:
+        file.write(result)
+    store.set(f"done/{rank}", "")
+    store.wait([f"done/{other}" for other in range(world_size)], seconds)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    del group
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------
+
+
+def uneven(batches: Sequence[T], counts: Sequence[int]) -> list[list[T]]:
+    """Distribute a list of batches over ranks, in the order in which ranks train on them.
+
+    Each rank that has batches gets one for the first step, then each rank that has more gets one for the second step.
+    So a step of all ranks trains on consecutive batches of the list, and all batches are used once.
+
+    Example::
+
+        assert uneven([1, 2, 3, 4, 5], (1, 0, 4)) == [[1], [], [2, 3, 4, 5]]
+
+    Args:
+        batches: The batches.
+        counts: The number of batches of each rank.
+
+    Returns:
+        The batches by rank.
+
+    Raises:
+        ValueError: If the counts do not add up to the number of batches, or if one is negative.
+    """
+    if min(counts, default=0) < 0 or sum(counts) != len(batches):
+        raise ValueError(
+            f"counts={tuple(counts)} do not distribute {len(batches)} batches. Pass the number of batches of each rank,"
+            " whose sum is the number of all batches. [J672]"
+        )
+    shares: list[list[T]] = [[] for _ in counts]
+    order = sorted((step, rank) for rank, count in enumerate(counts) for step in range(count))
+    for (_, rank), batch in zip(order, batches, strict=True):
+        shares[rank].append(batch)
+    return shares
+
+
+def concatenated(batches: Sequence[Any]) -> Any:
+    """Return one batch of the samples of several, whose tensors are concatenated along their first dimension.
+
+    Raises:
+        ValueError: If other objects in the batches differ, or the batches have different structures.
+    """
+
+    def merged(*parts: Any) -> Any:
+        if all(isinstance(part, torch.Tensor) and part.dim() for part in parts):
+            return torch.cat(parts)
+        if parts.count(parts[0]) == len(parts):
+            return parts[0]
+        raise ValueError(
+            f"The batches of one step hold {', '.join(map(repr, parts))}, which cannot be concatenated. Pass"
+            " concatenate=, a function that makes one batch of a list of batches. [J673]"
+        )
+
+    return pytree.tree_map(merged, *batches)
+
+
+def assert_equals_one_process(
+    train: Callable[[list[Any], int, int], Any],
+    batches: Sequence[Any],
+    counts: Sequence[Sequence[int]],
+    *,
+    tolerance: float = 1e-5,
+    concatenate: Callable[[Sequence[Any]], Any] = concatenated,
+    **options: Any,
+) -> None:
+    """Check that uneven ranks end with the result of a single process that trains on the same batches.
+
+    For each tuple of ``counts``, ``train`` runs on uneven ranks, and once more as the only rank of a process group. A
+    batch of the single process consists of the batches that all ranks have in the same step. All processes begin with
+    ``torch.manual_seed(0)``.
+
+    Example::
+
+        def train(loader, rank, world_size):
+            model = DistributedDataParallel(make_model())
+            optimizer = torch.optim.Adam(model.parameters())
+            with Join([model, optimizer], divide_by_initial_world_size=False):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    loss_fn(model(x), y).backward()
+                    optimizer.step()
+                    yield model.module.state_dict()  # optional: the error then names the first step that differs
+            return {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+
+        def test_train():
+            assert_equals_one_process(train, batches, counts=[(3, 0, 5), (8, 0, 0)])
+
+    Args:
+        train: Your training, called as ``train(loader, rank, world_size)``. ``loader`` is the list of this rank's
+            batches. Return the results to compare: tensors and numbers in nested dicts, lists and tuples, such as
+            ``state_dict``. A generator may also yield such results after each step. Sharded tensors are gathered, so
+            all ranks return or yield them alike.
+        batches: The batches of all ranks, distributed by :func:`uneven`.
+        counts: The number of batches of each rank, for each run. Let a rank of a run have 0 batches.
+        tolerance: The largest difference of two numbers, absolute and relative.
+        concatenate: The function that makes one batch of a list of batches. By default, tensors in lists, tuples and
+            dicts are concatenated along their first dimension.
+        **options: ``timeout``, ``backend`` and ``start_method`` of :func:`run_ranks`, for each run.
+
+    Raises:
+        NotExact: If a result differs. It names the first step that differs, and in it the rank and the tensor.
+        RankFailed: If ``train`` raised an exception.
+        ValueError: If ``counts`` do not fit ``batches``, or if ``train`` returned nothing.
+    """
+    for each in counts:
+        _check(train, uneven(batches, each), tolerance, concatenate, options)
+
+
+def _check(train: Any, shares: Sequence[list[Any]], tolerance: float, concatenate: Any, options: Any) -> None:
+    counts = [len(share) for share in shares]
+    steps = [[share[step] for share in shares if step < len(share)] for step in range(max(counts))]
+    [alone] = run_ranks(_record, 1, train, [[concatenate(parts) for parts in steps]], **options)
+    if all(results is None for results in alone):
+        raise ValueError(
+            "train returned nothing to compare. Return the state_dict of the module and of the optimizer. [J674]"
+        )
+    ranks: list[list[Any]] = []
+    for record in run_ranks(_record, len(shares), train, shares, **options):  # steps on the rank's own batches only
+        ranks.append([*record[:-1], *[...] * (len(alone) - len(record)), record[-1]])
+    for step, (expected, *found) in enumerate(zip(alone, *ranks, strict=False), 1):
+        for rank, own in enumerate(found):
+            close: Any = {"rtol": tolerance, "atol": tolerance, "equal_nan": True, "check_dtype": False}
+            try:
+                torch.testing.assert_close(expected if own is ... else own, expected, **close)
+            except AssertionError as error:
+                place = "at the end" if step == len(alone) else f"after step {step}"
+                raise NotExact(
+                    f"Ranks with {counts} batches differ from a single process: rank {rank} {place}. List each object"
+                    f" with state, and pass losses to join.scale if batches have different sizes. [J675]\n\n{error}"
+                ) from None
+
+
+def _record(rank: int, train: Callable[..., Any], shares: Sequence[list[Any]]) -> list[Any]:
+    """Return copies of the results after each step, if ``train`` yields them, and at the end."""
+    torch.manual_seed(0)
+    result, steps = train(shares[rank], rank, len(shares)), list[Any]()
+    if inspect.isgenerator(result):
+        try:
+            while True:
+                steps.append(_copied(next(result)))
+        except StopIteration as end:
+            result = end.value
+    return [*steps, _copied(result)]
+
+
+def _copied(results: Any) -> Any:
+    """Return a copy in which the values that cannot be compared are ``None``: texts, for example."""
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value if isinstance(value, Number) else None
+        whole = cast("Any", value).full_tensor() if hasattr(value, "full_tensor") else value
+        return whole.detach().to("cpu", copy=True)
+
+    return pytree.tree_map(copied, results)

@@ -1,0 +1,106 @@
+"""Small things that a script does with its list, its loader and its block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join, JoinError
+from join.arguments import expand
+from join.collectives import collective_of
+from tests.join.counter import Counter
+from tests.models import batch, build
+from tests.pool import Pool
+
+
+class Loader:
+    """A loader with attributes, as timm's has them."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.mixup_enabled, self.step, self.state = count, True, 3, {"read": 0}
+
+    def __iter__(self) -> Any:
+        return iter([torch.full((2,), 1.0)] * self.count)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def state_dict(self) -> Any:
+        return self.state
+
+
+def attributes(rank: int) -> list[Any]:
+    loader = Loader(2 * rank)
+    with Join([], process_group=None) as join:
+        batches: Any = join.iterate(loader)
+        batches.mixup_enabled = False
+        found = [len(batches), batches.step, loader.mixup_enabled, batches.mixup_enabled, len(list(batches))]
+        for name in ("state_dict", "load_state_dict", "set_epoch"):
+            with pytest.raises(AttributeError, match=rf"no {name},.*join\.loader_state\(\).*\[J684\]"):
+                getattr(batches, name)
+        with pytest.raises(AttributeError, match="'Loader' object has no attribute 'phase'"):
+            getattr(batches, "phase")  # noqa: B009
+    return found
+
+
+def test_a_loop_has_the_attributes_of_its_loader(pool: Pool) -> None:
+    assert pool.run(attributes, ranks=2) == [[2, 3, False, False, 2]] * 2
+
+
+def with_none(rank: int) -> Any:
+    model = DistributedDataParallel(build("mlp"))
+    with Join([None, model, None], divide_by_initial_world_size=False) as join:
+        for step in range(2 * rank):
+            model(batch(rank, 0, step)[0]).sum().backward()
+    return join.report.to_dict()["ranks"][1]["shadowed"], [Join.is_open_on(None)]
+
+
+def test_none_is_skipped(pool: Pool) -> None:
+    assert pool.run(with_none, ranks=2) == [(0, [False])] * 2
+    with pytest.raises(ValueError, match=r"\[J011\]"):
+        Join([None])
+
+
+class ModelEMA:
+    def __init__(self) -> None:
+        self.updates, self.ema = 0, torch.nn.Linear(1, 1)
+
+
+def test_an_object_that_holds_a_module_says_what_to_list() -> None:
+    with pytest.raises(TypeError, match=r"A ModelEMA object .* holds a module in \.ema\. List that module.*\[J096\]"):
+        Join([ModelEMA()])
+    with pytest.raises(TypeError, match=r"The class ModelEMA cannot join\. .* registered adapter\. Remove it"):
+        Join([ModelEMA])
+
+
+def current(rank: int) -> list[bool]:
+    with pytest.raises(JoinError, match=r"No Join block is open.*\[J685\]"):
+        Join.current()
+    found: list[bool] = []
+    for enable in (True, False):
+        with Join([Counter(collective_of(None))], enable) as outer:
+            found.append(Join.current() is outer)
+            with Join([Counter(collective_of(None))], enable) as join:
+                found.append(Join.current(dist.group.WORLD) is join)
+            found.append(Join.current() is outer)
+    return found
+
+
+def test_the_current_block(pool: Pool) -> None:
+    assert pool.run(current, ranks=2) == [[True] * 6] * 2
+
+
+def test_the_current_block_of_one_process() -> None:
+    with Join([torch.nn.Linear(1, 1)]) as join:
+        assert Join.current() is join
+
+
+def test_objects_with_one_name_are_told_apart() -> None:
+    first, second = (torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(2))
+    names = [joinable.join_name for joinable in expand([first, None, second, torch.nn.Linear(1, 1)])]
+    assert names == ["SGD (joinables[0])", "SGD (joinables[2])", "Linear"]
+    assert [joinable.join_name for joinable in expand([second])] == ["SGD"]

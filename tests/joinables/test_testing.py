@@ -1,0 +1,149 @@
+"""``joinables.testing``: what a rank returns or raises comes home, nothing stays behind, and faults are found."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+from joinables.testing import NotExact, RankFailed, assert_equals_one_process, concatenated, run_ranks, uneven
+from tests.ending import Ending
+from tests.models import BATCH, FEATURES, TARGETS, build
+
+run: Any = partial(run_ranks, start_method="forkserver")
+check: Any = partial(assert_equals_one_process, start_method="forkserver")
+pytestmark = pytest.mark.usefixtures("server")
+
+
+def total(rank: int, samples: list[int]) -> int:
+    count = torch.tensor(samples[rank])
+    dist.all_reduce(count)
+    return int(count)
+
+
+def test_results_by_rank() -> None:
+    assert run(total, 3, [5, 0, 2]) == [7, 7, 7]
+
+
+def closure(rank: int) -> list[int]:
+    return run_ranks(lambda rank: rank + total(rank, [1, 2]), 2, start_method="fork")
+
+
+def test_forked_ranks_need_no_file(ending: Ending) -> None:
+    assert ending.run(closure, ranks=1, group=False) == [[3, 4]]
+    with pytest.raises(TypeError, match=r"cannot send .*<lambda>.*start_method='fork'\. \[J670\]"):
+        run_ranks(lambda rank: rank, 2)
+
+
+def raises(rank: int) -> None:
+    with Join([], process_group=None) as join:
+        for batch in join.iterate(range(3)):
+            if rank == 1 and batch:
+                raise ValueError("sample 7 is broken")
+
+
+def dies(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def exits(rank: int) -> None:
+    if rank == 1:
+        sys.exit(0)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("fn", "told"), [(raises, "ValueError: sample 7 is broken"), (dies, "exit code -9"), (exits, "SystemExit: 0")]
+)
+def test_the_rank_that_failed_first_is_blamed(fn: Callable[[int], None], told: str) -> None:
+    with pytest.raises(RankFailed, match=rf"^Ranks \[1\] failed: .*{told}\. Read") as caught:
+        run(fn, 3)
+    assert "-- rank 0" not in str(caught.value)
+
+
+def hangs(rank: int) -> None:
+    while rank == 1:
+        time.sleep(1)
+
+
+def test_ranks_that_hang_show_where(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r"^Ranks \[0, 1\] did not return in 4 s") as caught:
+        run(hangs, 2, timeout=4)
+    assert ", in hangs" not in str(caught.value) and " in hangs\n" not in str(caught.value).partition("-- rank 1")[0]
+    assert str(caught.value).endswith(" in hangs")
+
+
+def leaves_a_process(rank: int, folder: Path) -> None:
+    with (folder / str(rank)).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        subprocess.Popen(["sleep", "1000"], pass_fds=[file.fileno()])
+
+
+def test_no_process_stays(tmp_path: Path) -> None:
+    run(leaves_a_process, 2, tmp_path)
+    for rank in range(2):
+        with (tmp_path / str(rank)).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # it would wait for a process that holds the lock
+
+
+def test_batches_are_distributed_in_the_order_of_steps() -> None:
+    assert uneven("abcdef", (3, 0, 2, 1)) == [["a", "d", "f"], [], ["b", "e"], ["c"]]
+    for counts in (3, 2), (7, -1), ():
+        with pytest.raises(ValueError, match=r"do not distribute 6 batches.*\[J672\]"):
+            uneven("abcdef", counts)
+
+
+def test_batches_are_concatenated() -> None:
+    one, other = ({"x": [torch.full((n, 2), n)], "task": "a"} for n in (1, 2))
+    assert concatenated([one, other])["x"][0].tolist() == [[1, 1], [2, 2], [2, 2]]
+    for wrong in (one | {"task": "b"}), (one | {"x": [torch.tensor(1)]}):
+        with pytest.raises((ValueError, RuntimeError)):
+            concatenated([one, wrong])
+
+
+BATCHES = [(torch.randn(BATCH, FEATURES), torch.randn(BATCH, TARGETS)) for _ in range(8)]
+
+
+def train(loader: list[Any], rank: int, world_size: int, *, correct: bool, keep: bool) -> Iterator[Any]:
+    model = DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with Join([model, optimizer], divide_by_initial_world_size=not correct):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            if keep:
+                yield model.module.state_dict()
+    return {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+@pytest.mark.parametrize(("keep", "told"), [(True, "rank 0 after step 1"), (False, "rank 0 at the end")])
+def test_an_exact_loop_passes_and_another_one_does_not(keep: bool, told: str) -> None:
+    check(partial(train, correct=True, keep=keep), BATCHES, [(3, 0, 5)])
+    with pytest.raises(NotExact, match=rf"\[3, 0, 5\] batches .*: {told}\..*\[J675\]") as caught:
+        check(partial(train, correct=False, keep=keep), BATCHES, [(3, 0, 5)])
+    assert "0.bias']" in str(caught.value)
+
+
+def returns_nothing(loader: list[Any], rank: int, world_size: int) -> None:
+    pass
+
+
+def test_a_training_that_returns_nothing_is_not_exact() -> None:
+    with pytest.raises(ValueError, match=r"nothing to compare.*\[J674\]"):
+        check(returns_nothing, BATCHES, [(8, 0)])

@@ -160,8 +160,7 @@ class Loop(Lockstep, Iterable[T]):
         """Begin the next step; return whether there is one."""
         phase = self.phase
         if phase is Phase.RUNNING:
-            if not self._guard.closed:
-                self.end_step()  # not below: an error in the step is handled at the end of the block
+            self.end_step()  # first, since a rank whose body handled an error that ends the block must send nothing
         elif phase is Phase.NEW:
             self._begin()
         elif phase is Phase.SUPERSEDED:
@@ -189,8 +188,6 @@ class Loop(Lockstep, Iterable[T]):
         progress.steps += 1
         if self._guard.timeout is not None:
             self.wait_for_all(f"reached step {progress.steps} of join.iterate")
-        if self._guard.closed:
-            self._guard.raise_closed()
         step = self._rounds.next_step(self.step, held[0][1] if held else 0.0)
         self.step = channel.step = step  # from here on, an error belongs to this step
         if not step.contributors:

@@ -565,8 +565,7 @@ class Lockstep(ABC):
         Raises:
             ProtocolError: If ranks hold different values. All ranks raise it.
         """
-        self.end_step()
-        # The last step had data there. Even without a burst, its forwards may have changed buffers.
+        # `source` had data in the last step with data. Even without a burst, its forwards may have changed buffers.
         channel, source = self.channel, self.last_with_data.first_with_data
         channel.exit_loop(self)
         listed = [member.joinable for member in channel.roster.listed]

@@ -29,8 +29,8 @@ These are the collectives of a loop::
               meet
               read the next; roll call r+1 starts    roll call r+1 starts
               its steps: batches                     its steps: dummy batches
-              the lowest rank with data is another   the same
-              than before: wait for all ranks;
+              first step, or another lowest rank     the same
+              with data (then all wait first):
               hand_over of each burst
     end       last roll call: all reached the end    the same
               all-reduce (min): digests of values    the same
@@ -46,13 +46,16 @@ A rank that leaves the loop by ``break`` waits until all other ranks have left i
 
     all leave in the same step                       a rank leaves alone
     --------------------------                       -------------------
-    last step of a round: wait for the roll call     the same
-    note that they have left; wait for all           notes that it has left; sees others in later steps
+    the pending burst and its followers              the same
+    note that it has left                            the same
+    last step of a round: wait for the roll call;    the same
+    if it announces no step, the loop ends as above
+    wait until all have left (board, no collective)  sees others in later steps
     the loop ends, as above from the digests on      raises ProtocolError, and fails as any rank does (``join.failure``)
 
-This begins with the next announcement, forward or backward of a listed module, or at the end of the block, because a
-generator cannot raise an exception when it is dropped. :meth:`Loop.leave` then ends the last step
-(``Lockstep.end_step``), waits for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Lockstep.end``).
+:meth:`Loop.leave` does this at the next of these: an announcement, the notification of a follower, a forward with grad
+or a backward of a listed module, another loop, or the end of the block. The ``break`` itself is too early, because a
+generator cannot raise an exception when it is dropped.
 """
 
 from __future__ import annotations
@@ -365,7 +368,7 @@ class Loop(Lockstep, Iterable[T]):
         """End the loop, if it has begun and not ended, at the end of its block.
 
         Args:
-            error: The exception with which this rank leaves the block, if any. The loop ends on this rank only then.
+            error: The exception of this rank that ends the block, if any. With it, the loop ends on this rank alone.
 
         Raises:
             JoinError: As :meth:`leave` does.

@@ -54,7 +54,7 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class Shares:
-    """Fold of a roll call.
+    """Decoder of the answers to a roll call, which combines the answers of all ranks.
 
     Attributes:
         count_bits: The number of bits of an answer that hold the number of batches. Below them is the number of

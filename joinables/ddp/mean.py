@@ -7,20 +7,27 @@ contributors, u the unit of the weights (``join.scaling``)::
     mean                  chosen if                                   multiple     a rank counts the last result
     ----                  ---------                                   --------     -----------------------------
     Mean                  a loop with scaled losses, or with the      1            once, on dummies too
-                          mean over all ranks
+                          mean over all ranks; any loop in a step
+                          in which all ranks have data, or none
     OverRanksWithData     another loop, while a rank has no data      W / n        once
     OnDummy               the same, on a rank without data            W / n        0 times
     OverAllRanks          plain block                                 1            W / n times
     OverContributors      the same, divide_by_initial_world_size=     W / n        once
                           False
-    Weighted              plain block with join.weight                u * W / S    weight / u times
+    Weighted              plain block with join.weight                u * W / S    w / u times, w the sum of this rank's
+                                                                                   weights in the window
 
-A new kind of mean is a class here, and a line of ``Means.choose``. The source of n and S is:
+A new kind of mean is a class here, an instance in ``Means.attach``, and a branch of ``Means.choose``. In a plain block,
+joined ranks must find it in the header too. That needs a branch of ``Means.agree``, and a flag of
+``GradientSync.flags`` if none of its flags shows which mean it is.
+
+The source of n and S is:
 
 - A header that is sent when the backward begins counts the contributors.
 - A header that is sent in the forward cannot show whether a backward follows. Then n is summed next to the buckets. S
   always is.
-- In a loop over ``Join.iterate`` nothing is sent, since all ranks know which ranks have data, and the weights.
+- In a loop over ``Join.iterate`` nothing is sent, since all ranks know how many ranks have data, the lowest of them,
+  and the sum of the weights.
 """
 
 from __future__ import annotations
@@ -71,14 +78,14 @@ class Mean:
         return 1.0
 
     def begin(self, window: Window) -> None:
-        """Start to sum the shares of all ranks if the sum is needed and not known.
+        """Start the sum of n or S, if it is needed and not known.
 
         Args:
-            window: The window of this rank, which has the share.
+            window: The window of this rank, which has its summand.
         """
 
     def factor(self) -> float:
-        """Return the multiple of the quotient, and wait for the sum of the shares if needed; called once."""
+        """Return the multiple of the quotient, and wait for the sum of n or S if needed; called once."""
         return 1.0
 
 

@@ -6,19 +6,23 @@ from ``backward()`` to ``step()``::
               active rank                     dummy                           joined rank
               -----------                     -----                           -----------
     found     by a hook of ``Forwards``       the same                        by a header
-    window    counts the backward             the same; the gradient is 0     dropped, unless this block left it open
+    window    counts the backward             the same; ``Factors`` makes     dropped, unless this block left it open
+                                              the gradient 0
     share     ``_share``                      the same                        the same
     reduce    DDP's reducer                   the same                        the reducer's own backward, empty
     finish    ``_finish``                     the same                        the same, for sharded optimizers
 
-- ``_share`` closes the window, so that ``grad`` becomes the share of the rank in the mean. It counts the last result as
-  often as the mean says (``joinables.ddp.window``), and starts to sum the shares.
-- ``_finish`` turns the quotient of DDP into the mean. A gradient that no rank used becomes the gradient of before.
+- ``_share`` runs when the last backward of a window begins, before its gradients arrive. It closes the window, corrects
+  how often ``grad`` contains the last result, and starts the sum of n or S (``joinables.ddp.mean``).
+- ``_finish`` turns the quotient of DDP into the mean. The gradient of a parameter that no rank used becomes the last
+  result again. In a loop, ``_finish`` is skipped if it has nothing to do. ``synchronise_own`` then checks at the end of
+  the loop that the reducer has finished.
 - ``Means.choose`` decides on the divisor of the gradients (``joinables.ddp.mean``).
 - ``Window`` knows whether gradients wait for a reduction (``joinables.ddp.window``). It is open from the first backward
   of a window to the ``_share`` of its reduction, and outlives the block.
-- A rank that skips a backward of other ranks runs the steps of a joined rank, and puts its own gradients and window
-  back (``fulfil``).
+- A rank that skips a backward of other ranks runs the steps of a joined rank (``fulfil``). It puts its own gradients
+  back, and its window if perhaps no rank ran the backward. On a dummy or out of data, a rank without gradients receives
+  the result instead.
 
 ``joinables.ddp.parameters`` keeps the records for each parameter.
 """
@@ -122,13 +126,16 @@ class GradientSync(DDPBurst):
     def exchange(self, source: int) -> Exchange:
         """Copy parameters from the last joiner, and the last result, unless this rank has unreduced gradients.
 
-        Afterwards the gradients of all ranks contain it or not, as ``_begin_forward`` requires.
+        Afterwards the gradients of all ranks contain it, or none do. All ranks then choose the same time for the header
+        in ``_begin_forward``.
         """
         window, parameters = self._memory.window, reducer.parameters(self._ddp)
         unreduced = window.backwards > 0 and not have_none(self._parameters)
         keeps = unreduced or self._collective.rank == source
         results = [p.grad for p in self._parameters]
-        if unreduced:  # of which only the last result is for the other ranks, or zeros, unless headers depend on these
+        if unreduced:
+            # Other ranks receive only the last result under these gradients. Without one, they receive zeros, or None
+            # if the time of headers depends on gradients being None.
             headers_depend = self._means.unweighted.splits_kept
             zeros = [None if g is None or headers_depend else torch.zeros_like(g) for g in results]
             results = [window.kept.get(i, zero) for i, zero in enumerate(zeros)]
@@ -155,7 +162,8 @@ class GradientSync(DDPBurst):
         """Return the flags of this rank: ``WITH_BUFFERS``, ``CONTRIBUTES``, ``WEIGHTED``.
 
         A joined rank contributes once: the gradients that it had accumulated in this block when it was out of data. A
-        rank without data in this block cannot know whether the loop would have called ``zero_grad``.
+        rank without data in this block cannot know whether the loop would have called ``zero_grad``. A window that was
+        zeroed is dropped here.
         """
         if active:
             return (self._mean.in_forward, True, self._mean.weighted)
@@ -205,7 +213,18 @@ class GradientSync(DDPBurst):
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
+    # After the arithmetic of a step, a call finds cold caches and costs microseconds, as much as a small layer. So most
+    # conditions of a backward are tested before a call instead of inside it.
+
     def _begin_backward(self, synchronised: bool) -> None:
+        """Count a backward in the window, choose its mean, and begin the reduction if it is the last of the window.
+
+        Args:
+            synchronised: Whether the forward of the backward synchronises.
+
+        Raises:
+            JoinError: If the weight or the scaling of the loss does not match the forward or the rest of the window.
+        """
         channel = self._channel
         if channel.loop is not None and not channel.step.in_loop:
             channel.loop.leave()
@@ -262,7 +281,9 @@ class GradientSync(DDPBurst):
         scaling.check_backward(self)
 
     def _enter_window(self) -> Window:
-        """Return the window of the next backward: the current one, or a new one after ``zero_grad`` or in a loop.
+        """Return the window of the next backward.
+
+        This is the current one, or a new one after ``zero_grad`` or in another accumulation window of a loop.
 
         Raises:
             JoinError: If gradients of an earlier window are unreduced in a loop over ``Join.iterate``, or after it.
@@ -289,7 +310,11 @@ class GradientSync(DDPBurst):
         window.writes = writes_to(parameter.grad for parameter in self._parameters)
 
     def _begin_reduction(self, in_loop: bool) -> None:
-        """Begin the reduction at the end of the current backward, and announce it if the forward has not."""
+        """Begin the reduction of the current backward.
+
+        Announce it if the forward has not, close the window, and let ``_finish`` follow if there is something to
+        finish.
+        """
         channel = self._channel
         if not self._forwards.reduces_next:  # a second backward, whose gradients DDP itself would not reduce
             reducer.expect_backward(self._ddp, self._forwards.outputs)
@@ -323,7 +348,7 @@ class GradientSync(DDPBurst):
     # -- a reduction on any rank --------------------------------------------------------------------------------------
 
     def _share(self, *, is_first: bool = False) -> None:
-        """Close the window, whose gradients become the share of this rank, before they are reduced.
+        """Close the window: correct its gradients for the reduction, and start the sum of n or S if needed.
 
         Args:
             is_first: Whether this is at the beginning of the window's first backward, so that gradients, if any, are
@@ -400,7 +425,8 @@ class GradientSync(DDPBurst):
     def fulfil(self) -> None:
         """Take part in the reduction of a backward that this rank skipped, without changing its gradients.
 
-        On a dummy, this rank receives the result, since a sharded optimizer may step for all ranks.
+        On a dummy or out of data, a rank without gradients receives the result, since a sharded optimizer may step for
+        all ranks.
 
         Raises:
             ProtocolError: If other ranks ran the backward, and this rank had data or unreduced gradients.
@@ -428,7 +454,7 @@ class GradientSync(DDPBurst):
         finally:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
-        if not has_result:  # all ranks have skipped the backward, so the gradients accumulated before stay unreduced
+        if not has_result:  # perhaps all ranks have skipped the backward, so gradients of before stay unreduced
             memory.window = window
         self._forwards.reduces_next = False
         if has_result and has_data and not channel.has_run_out:

@@ -1,6 +1,6 @@
 """Facts that outlive a block: :class:`Memory`, with the open :class:`Window` of a module and the :class:`Kept` result.
 
-The window lives in the memory from its first backward on. So a window that one block leaves open needs no hand-over to
+The window is in the memory, not in the block's adapters. So a window that one block leaves open needs no hand-over to
 the next block. The memory is not on the module, which belongs to the user, and lives as long as the module.
 
 *The last result under new gradients* (:class:`Kept`). DDP reduces the contents of ``grad``. Without ``zero_grad``,
@@ -32,7 +32,7 @@ from joinables._torch import reducer
 
 def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Return whether no parameter has a gradient, as after ``zero_grad``."""
-    for parameter in parameters:
+    for parameter in parameters:  # not by all(), whose generator costs a call for each parameter
         if parameter.grad is not None:
             break
     else:
@@ -49,7 +49,7 @@ class Kept(dict[int, torch.Tensor]):
     @classmethod
     @torch.no_grad()
     def copy_of(cls, parameters: Sequence[torch.nn.Parameter]) -> Kept:
-        """Return a copy of the gradients, which no new gradient has been added to."""
+        """Return a copy of the gradients, before a new gradient is added to them."""
         gradients = {index: p.grad for index, p in enumerate(parameters) if p.grad is not None}
         return cls(zip(gradients, reducer.copies_of(list(gradients.values())), strict=True))
 
@@ -61,7 +61,7 @@ class Kept(dict[int, torch.Tensor]):
 
     @torch.no_grad()
     def restore(self, parameters: Sequence[torch.nn.Parameter], used: torch.Tensor) -> None:
-        """Set the gradients that a reduction did not write to the last result.
+        """Put the last result back where a reduction wrote nothing.
 
         Args:
             parameters: The parameters.
@@ -75,7 +75,10 @@ class Kept(dict[int, torch.Tensor]):
 
 @dataclass(slots=True)
 class Window:
-    """The backwards since the last reduction, for example under ``no_sync``. Each reduction begins a new window.
+    """Backwards that no reduction has included, for example under ``no_sync``.
+
+    A window ends with a reduction or with ``zero_grad``. In a loop over ``Join.iterate``, it must have ended before the
+    next accumulation window begins (``Step.window``). An accumulation window may contain several of these windows.
 
     Attributes:
         backwards: The number of backwards whose gradients no reduction has included yet. The window is open if there
@@ -102,8 +105,8 @@ class Window:
     def was_zeroed(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether ``zero_grad`` was called since the last backward.
 
-        It sets gradients to ``None``, or writes 0 to them. Gradients of 0 do not show a call without a write, because a
-        batch may produce them.
+        It sets gradients to ``None``, or writes 0 to them. Zeros alone do not show a call, as a batch may produce
+        them. A write is needed too.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         is_written = self.writes and self.writes != writes_to(gradients)

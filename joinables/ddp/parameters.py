@@ -156,7 +156,7 @@ class StaticGraph:
         def finish() -> None:
             for handle in handles:
                 handle.remove()
-            self._share(collective, counts)
+            self._share_counts(collective, counts)
 
         autograd.after_backward(finish)
 
@@ -170,10 +170,10 @@ class StaticGraph:
             The number of arrivals for each parameter; ``None`` means one for each.
         """
         if reducer.first_static_backward(self._ddp):
-            self._share(collective, [0] * len(self._parameters))
+            self._share_counts(collective, [0] * len(self._parameters))
         return self._memory.arrivals
 
-    def _share(self, collective: Collective, arrivals: Sequence[int]) -> None:
+    def _share_counts(self, collective: Collective, arrivals: Sequence[int]) -> None:
         counts = torch.tensor(arrivals, device="cpu")
         collective.all_reduce(counts, "max").wait()
         self._memory.arrivals = counts.tolist()

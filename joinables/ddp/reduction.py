@@ -8,18 +8,18 @@ from ``backward()`` to ``step()``::
     found     by a hook of ``Forwards``       the same                        by a header
     window    counts the backward             the same; ``Factors`` makes     dropped, unless this block left it open
                                               the gradient 0
-    share     ``_share``                      the same                        the same
+    close     ``_close_window``               the same                        the same
     reduce    DDP's reducer                   the same                        the reducer's own backward, empty
     finish    ``_finish``                     the same                        the same, for sharded optimizers
 
-- ``_share`` runs when the last backward of a window begins, before its gradients arrive. It closes the window, corrects
-  how often ``grad`` contains the last result, and starts the sum of n or S (``joinables.ddp.mean``).
+- ``_close_window`` runs when the last backward of a window begins, before its gradients arrive. It corrects how often
+  ``grad`` contains the last result, and starts the sum of n or S (``joinables.ddp.mean``).
 - ``_finish`` turns the quotient of DDP into the mean. The gradient of a parameter that no rank used becomes the last
   result again. In a loop, ``_finish`` is skipped if it has nothing to do. ``synchronise_own`` then checks at the end of
   the loop that the reducer has finished.
 - ``Means.choose`` decides on the divisor of the gradients (``joinables.ddp.mean``).
 - ``Window`` knows whether gradients wait for a reduction (``joinables.ddp.window``). It is open from the first backward
-  of a window to the ``_share`` of its reduction, and outlives the block.
+  of a window to ``_close_window``, and outlives the block.
 - A rank that skips a backward of other ranks runs the steps of a joined rank (``fulfil``). It puts its own gradients
   back, and its window if perhaps no rank ran the backward. On a dummy or out of data, a rank without gradients receives
   the result instead.
@@ -323,7 +323,7 @@ class GradientSync(DDPBurst):
             channel.announce(self)
         if not in_loop and self._mean is not self._means.agreed:
             self._mean = self._means.agree()
-        self._share(is_first=self._memory.window.backwards == 1)
+        self._close_window(is_first=self._memory.window.backwards == 1)
         self.is_pending = self._forwards.reduces_next = False
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
@@ -347,7 +347,7 @@ class GradientSync(DDPBurst):
 
     # -- a reduction on any rank --------------------------------------------------------------------------------------
 
-    def _share(self, *, is_first: bool = False) -> None:
+    def _close_window(self, *, is_first: bool = False) -> None:
         """Close the window: correct its gradients for the reduction, and start the sum of n or S if needed.
 
         Args:
@@ -395,7 +395,7 @@ class GradientSync(DDPBurst):
 
     def _shadow(self, *, leads: bool) -> None:
         """Run a reduction without a backward of this rank's own; ``leads`` as for :meth:`_finish`."""
-        self._share()
+        self._close_window()
         arrivals = self._static_graph.learn(self._collective) if self._ddp.static_graph else None
         reducer.shadow_backward(self._ddp, self._parameters, arrivals)
         self._finish(leads=leads)

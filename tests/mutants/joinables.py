@@ -226,7 +226,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/parameters.py",
-        "            self._share(collective, [0] * len(self._parameters))",
+        "            self._share_counts(collective, [0] * len(self._parameters))",
         "            pass",
         "tests/joinables/ddp/test_exact.py::test_equals_one_process[static_graph]",
     ),

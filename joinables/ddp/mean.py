@@ -1,7 +1,7 @@
 """The means that a reduction can make, each a :class:`Mean`: the divisor of gradients. :class:`Means` chooses one.
 
 DDP divides the sum over ranks by the world size W. Every mean is a multiple of this quotient, and counts the last
-result (:class:`Kept`) so often that the new result contains it once. S is the sum of the weights, n the number of
+result (:class:`LastResult`) so often that the new result contains it once. S is the sum of the weights, n the number of
 contributors, u the unit of the weights (``join.scaling``)::
 
     mean                  chosen if                                   multiple     a rank counts the last result

@@ -46,7 +46,7 @@ from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.mean import CONTRIBUTES, Means
 from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
-from joinables.ddp.window import Kept, Window, have_none, memory_of
+from joinables.ddp.window import LastResult, Window, have_none, memory_of
 from joinables.modules import adopt_gradients
 from joinables.own_collectives import mixing
 
@@ -263,7 +263,7 @@ class GradientSync(DDPBurst):
             self._begin_reduction(in_loop)
             return
         if mean.splits_kept and window.backwards == 1:
-            window.kept = Kept.copy_of(self._parameters)
+            window.kept = LastResult.copy_of(self._parameters)
         autograd.after_backward(partial(self._remember_writes, window))
 
     def _check_scaling(self) -> None:
@@ -357,7 +357,7 @@ class GradientSync(DDPBurst):
         mean, window = self._mean, self._memory.window
         has_kept = mean.splits_kept and (window.kept or (is_first and not have_none(self._parameters)))
         if has_kept and (times := mean.times(window)) != 1:
-            window.kept = window.kept or Kept.copy_of(self._parameters)
+            window.kept = window.kept or LastResult.copy_of(self._parameters)
             window.kept.add(self._parameters, times - 1)
         if mean.in_forward or mean.weighted:  # otherwise the header counts the contributors
             mean.begin(window)

@@ -1,13 +1,13 @@
-"""Facts that outlive a block: :class:`Memory`, with the open :class:`Window` of a module and the :class:`Kept` result.
+"""Facts that outlive a block: :class:`Memory`, with the open :class:`Window` of a module and its :class:`LastResult`.
 
 The window is in the memory, not in the block's adapters. So a window that one block leaves open needs no hand-over to
 the next block. The memory is not on the module, which belongs to the user, and lives as long as the module.
 
-*The last result under new gradients* (:class:`Kept`). DDP reduces the contents of ``grad``. Without ``zero_grad``,
-these include the result of the last reduction, on every rank that had data in it. The new mean must contain that result
-once. The result goes through the reduction, so ranks end alike even if only some of them have called ``zero_grad``, and
-joined ranks receive it. Each mean says how many times a rank has to count it (``Mean.times``). If this may not be once,
-the window begins with a copy of it::
+*The last result under new gradients* (:class:`LastResult`). DDP reduces the contents of ``grad``. Without
+``zero_grad``, these include the result of the last reduction, on every rank that had data in it. The new mean must
+contain that result once. The result goes through the reduction, so ranks end alike even if only some of them have
+called ``zero_grad``, and joined ranks receive it. Each mean says how many times a rank has to count it
+(``Mean.times``). If this may not be once, the window begins with a copy of it::
 
     micro-batch    copy of the last result, before the first backward of the window
                    grad = last result + own gradients, as without Join
@@ -40,7 +40,7 @@ def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
     return False
 
 
-class Kept(dict[int, torch.Tensor]):
+class LastResult(dict[int, torch.Tensor]):
     """Copy of the last result, by index of the parameter; empty if no gradient contained it, or if no copy is needed.
 
     The methods take the parameters in the reducer's order.
@@ -48,7 +48,7 @@ class Kept(dict[int, torch.Tensor]):
 
     @classmethod
     @torch.no_grad()
-    def copy_of(cls, parameters: Sequence[torch.nn.Parameter]) -> Kept:
+    def copy_of(cls, parameters: Sequence[torch.nn.Parameter]) -> LastResult:
         """Return a copy of the gradients, before a new gradient is added to them."""
         gradients = {index: p.grad for index, p in enumerate(parameters) if p.grad is not None}
         return cls(zip(gradients, reducer.copies_of(list(gradients.values())), strict=True))
@@ -100,7 +100,7 @@ class Window:
     number: int = 0
     with_dummies: bool = False
     writes: Writes = field(default_factory=Writes)
-    kept: Kept = field(default_factory=Kept)
+    kept: LastResult = field(default_factory=LastResult)
 
     def was_zeroed(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether ``zero_grad`` was called since the last backward.

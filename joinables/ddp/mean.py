@@ -62,7 +62,7 @@ class Mean:
 
     def __init__(self, channel: Channel, burst: Burst) -> None:
         self._channel, self._burst, self._world_size = channel, burst, channel.collective.world_size
-        self.in_forward = False
+        self.with_buffers = False
         """Whether the header was sent in the forward, and announces the buffers too."""
         self.in_parts = False
         """Whether gradients become parts of the mean before they are reduced."""
@@ -131,7 +131,7 @@ class OverContributors(Mean):
 
     @override
     def factor(self) -> float:
-        if self.in_forward:
+        if self.with_buffers:
             total = self._channel.guard.wait(self._sum, "sums contributors", self._sum.total)
         else:
             total = self._channel.headers.flags(self._burst)[CONTRIBUTES]
@@ -219,5 +219,5 @@ class Means:
                 " [J277]"
             )
         self.agreed = self._weighted if using else self.unweighted
-        self.agreed.in_forward = flags[WITH_BUFFERS] > 0
+        self.agreed.with_buffers = flags[WITH_BUFFERS] > 0
         return self.agreed

@@ -166,7 +166,7 @@ class GradientSync(DDPBurst):
         zeroed is dropped here.
         """
         if active:
-            return (self._mean.in_forward, True, self._mean.weighted)
+            return (self._mean.with_buffers, True, self._mean.weighted)
         window = self._memory.window
         if window.is_earlier:
             return (False, False, False)
@@ -202,7 +202,7 @@ class GradientSync(DDPBurst):
                 early = (window.backwards > 0 and not window.kept) or have_none(self._parameters)
             if early:
                 self._mean = self._means.choose()
-                self._mean.in_forward = buffers is not None
+                self._mean.with_buffers = buffers is not None
         if early:
             channel.announce(self)
             self.is_pending = True
@@ -319,7 +319,7 @@ class GradientSync(DDPBurst):
         if not self._forwards.reduces_next:  # a second backward, whose gradients DDP itself would not reduce
             reducer.expect_backward(self._ddp, self._forwards.outputs)
         if not self.is_pending:
-            self._mean.in_forward = False
+            self._mean.with_buffers = False
             channel.announce(self)
         if not in_loop and self._mean is not self._means.agreed:
             self._mean = self._means.agree()
@@ -359,7 +359,7 @@ class GradientSync(DDPBurst):
         if has_kept and (times := mean.times(window)) != 1:
             window.kept = window.kept or LastResult.copy_of(self._parameters)
             window.kept.add(self._parameters, times - 1)
-        if mean.in_forward or mean.weighted:  # otherwise the header counts the contributors
+        if mean.with_buffers or mean.weighted:  # otherwise the header counts the contributors
             mean.begin(window)
         if mean.in_parts:
             factor = mean.factor()
@@ -414,7 +414,7 @@ class GradientSync(DDPBurst):
     def main_hook(self) -> None:
         """Run a backward that contributes only the gradients which this rank had accumulated, if any."""
         self._mean = self._means.agree()
-        if self._mean.in_forward and self._buffers is not None:
+        if self._mean.with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         if self._memory.window.is_earlier or not self._memory.window.backwards:
             self._drop()

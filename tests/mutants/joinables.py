@@ -140,7 +140,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "        if self.in_forward:\n            total",
+        "        if self.with_buffers:\n            total",
         "        if False:\n            total",
         "tests/joinables/ddp/test_backwards.py::test_equals_one_process",
     ),

@@ -55,7 +55,7 @@ class Mean:
 
     weighted: ClassVar[bool] = False
     """Whether weights are summed."""
-    splits_kept: ClassVar[bool] = False
+    may_recount: ClassVar[bool] = False
     """Whether this rank may have to count the last result otherwise than once."""
     corrects: ClassVar[bool] = False
     """Whether the mean is another multiple of the quotient than 1."""
@@ -102,7 +102,7 @@ class OverRanksWithData(Mean):
 class OnDummy(OverRanksWithData):
     """The same mean, on a rank without data."""
 
-    splits_kept = True
+    may_recount = True
 
     @override
     def times(self, window: Window) -> float:
@@ -112,7 +112,7 @@ class OnDummy(OverRanksWithData):
 class OverAllRanks(Mean):
     """Mean over all ranks in a plain block, in which joined ranks contribute nothing."""
 
-    splits_kept = True
+    may_recount = True
 
     @override
     def times(self, window: Window) -> float:
@@ -142,7 +142,7 @@ class Weighted(OverContributors):
     """Weighted mean, in a plain block. ``Join.scale`` has multiplied the losses by ``weight / unit``."""
 
     weighted = True
-    splits_kept = True
+    may_recount = True
 
     @override
     def times(self, window: Window) -> float:

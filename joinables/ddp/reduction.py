@@ -136,7 +136,7 @@ class GradientSync(DDPBurst):
         if unreduced:
             # Other ranks receive only the last result under these gradients. Without one, they receive zeros, or None
             # if the time of headers depends on gradients being None.
-            headers_depend = self._means.unweighted.splits_kept
+            headers_depend = self._means.unweighted.may_recount
             zeros = [None if g is None or headers_depend else torch.zeros_like(g) for g in results]
             results = [window.kept.get(i, zero) for i, zero in enumerate(zeros)]
         present = [result is not None for result in results]
@@ -196,7 +196,7 @@ class GradientSync(DDPBurst):
         # stays pending since its forward.
         early = channel.roster.early is self
         if early and not channel.step.in_loop:
-            if not self._means.unweighted.splits_kept:
+            if not self._means.unweighted.may_recount:
                 early = buffers is not None
             else:
                 early = (window.backwards > 0 and not window.kept) or have_none(self._parameters)
@@ -262,7 +262,7 @@ class GradientSync(DDPBurst):
             self._mean = mean
             self._begin_reduction(in_loop)
             return
-        if mean.splits_kept and window.backwards == 1:
+        if mean.may_recount and window.backwards == 1:
             window.kept = LastResult.copy_of(self._parameters)
         autograd.after_backward(partial(self._remember_writes, window))
 
@@ -355,7 +355,7 @@ class GradientSync(DDPBurst):
                 the last result.
         """
         mean, window = self._mean, self._memory.window
-        has_kept = mean.splits_kept and (window.kept or (is_first and not have_none(self._parameters)))
+        has_kept = mean.may_recount and (window.kept or (is_first and not have_none(self._parameters)))
         if has_kept and (times := mean.times(window)) != 1:
             window.kept = window.kept or LastResult.copy_of(self._parameters)
             window.kept.add(self._parameters, times - 1)

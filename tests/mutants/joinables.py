@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "mean.splits_kept and window.backwards == 1",
+        "mean.may_recount and window.backwards == 1",
         "False",
         "tests/joinables/ddp/test_weight.py::test_gradients_that_are_kept",
     ),

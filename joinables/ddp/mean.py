@@ -57,7 +57,7 @@ class Mean:
     """Whether weights are summed."""
     may_recount: ClassVar[bool] = False
     """Whether this rank may have to count the last result otherwise than once."""
-    corrects: ClassVar[bool] = False
+    has_factor: ClassVar[bool] = False
     """Whether the mean is another multiple of the quotient than 1."""
 
     def __init__(self, channel: Channel, burst: Burst) -> None:
@@ -92,7 +92,7 @@ class Mean:
 class OverRanksWithData(Mean):
     """Mean over the ranks with data, in a step of a loop in which other ranks have none."""
 
-    corrects = True
+    has_factor = True
 
     @override
     def factor(self) -> float:
@@ -122,7 +122,7 @@ class OverAllRanks(Mean):
 class OverContributors(Mean):
     """Mean over the ranks that contribute, in a plain block."""
 
-    corrects = True
+    has_factor = True
     _sum: FloatSum
 
     @override

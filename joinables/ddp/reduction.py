@@ -331,7 +331,7 @@ class GradientSync(DDPBurst):
             # This is before the reducer waits, which does not look for missing ranks.
             autograd.after_backward(channel.headers.read)
         counts_use = self._used.counts and self._mean.window.with_dummies
-        if in_loop and not (self._mean.corrects or counts_use or self._rebuild.is_due):
+        if in_loop and not (self._mean.has_factor or counts_use or self._rebuild.is_due):
             return
         if self._forwards.end_calls is None:  # twice, so that it runs after the callbacks of reducers
             autograd.after_backward(partial(autograd.after_backward, self._finish))
@@ -386,7 +386,7 @@ class GradientSync(DDPBurst):
         self._mean.window.kept.clear()  # it is as large as the gradients
         if self._mean.in_parts:
             self._factors.multiply_by(1.0)
-        elif self._mean.corrects and (factor := self._mean.factor()) != 1:
+        elif self._mean.has_factor and (factor := self._mean.factor()) != 1:
             reducer.multiply_gradients(self._parameters, factor, touched)
         if self._used.counts and self._mean.window.with_dummies:
             self._used.end_reduction()

@@ -494,7 +494,7 @@ class Join:
                 "A loop over join.iterate began after its block had ended. Call join.iterate in the block in which the"
                 " loop runs. [J563]"
             )
-        if self._loop is not None and self._loop.running:
+        if self._loop is not None and self._loop.is_open:
             self._loop.leave(superseded=True)
         self._loop = loop
 

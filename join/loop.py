@@ -119,7 +119,7 @@ class Loop(Lockstep, Iterable[T]):
         """Time of this rank's first step without data, on the monotonic clock."""
 
     @property
-    def running(self) -> bool:
+    def is_open(self) -> bool:
         """Whether the loop has begun and not ended."""
         return self.phase in (Phase.RUNNING, Phase.LEFT)
 
@@ -373,7 +373,7 @@ class Loop(Lockstep, Iterable[T]):
         Raises:
             JoinError: As :meth:`leave` does.
         """
-        if not self.running:
+        if not self.is_open:
             return
         if error is None:
             return self.leave()

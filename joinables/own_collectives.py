@@ -172,7 +172,7 @@ def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -
     """Raise a ``JoinError`` unless all ranks run the module, in the body of a loop over ``Join.iterate``."""
     if channel.step.in_loop:
         return
-    channel.end_broken_loop()  # if a break ended the loop on this rank only, the other ranks leave it here, too
+    channel.end_left_loop()  # if a break ended the loop on this rank only, the other ranks leave it here, too
     raise JoinError(
         f"The forward of {type(module).__name__}, {why}, communicates by itself, but ranks without data would not call"
         " it in a plain block. Loop over join.iterate: for batch in join.iterate(loader). [J421]"

@@ -248,7 +248,7 @@ class Channel:
         """
         if self._shadowed is not None:
             self._refuse_in_main_hook(joinable, self._shadowed)
-        self.end_broken_loop()
+        self.end_left_loop()
         if self.guard.closed:
             self.guard.raise_closed()
         self.flush(complete=False)
@@ -449,7 +449,7 @@ class Channel:
             with profiled("synchronise", member):
                 member.joinable.synchronise_own(source)
 
-    def end_broken_loop(self) -> None:
+    def end_left_loop(self) -> None:
         """Leave the loop that this rank has left by ``break``, if any, together with all other ranks."""
         if self.loop is not None and not self.step.in_loop:
             self.loop.leave()

@@ -458,7 +458,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/own_collectives.py",
-        "channel.end_broken_loop()",
+        "channel.end_left_loop()",
         "pass",
         "tests/joinables/test_own_collectives.py::test_a_plain_forward_after_a_break_of_one_rank_names_the_break",
     ),

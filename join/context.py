@@ -356,7 +356,7 @@ class Join:
                 if not join.shadowing:
                     count += len(x)
         """
-        return self._step.shadowing
+        return self._step.is_dummy
 
     @property
     def is_last_step(self) -> bool:

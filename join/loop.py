@@ -151,7 +151,7 @@ class Loop(Lockstep, Iterable[T]):
             while self._begin_step():
                 if self.channel.late_use is not None:
                     self.channel.late_use.begin_step()
-                yield self._make_dummy() if self.step.shadowing else self._next_batch()
+                yield self._make_dummy() if self.step.is_dummy else self._next_batch()
         finally:
             if self.phase is Phase.RUNNING:  # after a break, or an error that the block may handle
                 # It leaves the loop before its next announcement, because an exception here would be lost.
@@ -378,7 +378,7 @@ class Loop(Lockstep, Iterable[T]):
         if error is None:
             return self.leave()
         self.phase, self.channel.step = Phase.OVER, self.step
-        if self.step.shadowing and not isinstance(error, JoinError):
+        if self.step.is_dummy and not isinstance(error, JoinError):
             note = f"This rank was out of data and got a dummy batch (dummy={self._options.dummy!r})."
             if self._options.dummy == "empty":
                 note += " A mean over no samples is NaN. If the body cannot process an empty batch, pass dummy='last'."

@@ -118,7 +118,7 @@ class ShardedModule(Announcing):
         self._check(module, args)
         channel, arguments = self._channel, (args, kwargs)
         self._is_replaced = False
-        watches = channel.step.shadowing or channel.step.may_be_last
+        watches = channel.step.is_dummy or channel.step.may_be_last
         if channel.late_use is not None:
             channel.late_use = channel.late_use.called(arguments)
         if torch.is_grad_enabled():
@@ -138,7 +138,7 @@ class ShardedModule(Announcing):
         self._unreduced = step.window if step.ends_window and not all(map(reduces, self._reducers)) else 0
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
-        if not self._channel.step.shadowing or autograd.in_backward():
+        if not self._channel.step.is_dummy or autograd.in_backward():
             return None
         if self._dummy_forward.is_kept:
             self._dummy_forward.restore()
@@ -163,7 +163,7 @@ class ShardedModule(Announcing):
         SyncBatchNorm itself produces no such gradients. FSDP would then omit parameters from a reduction in
         which other ranks have them.
         """
-        if not self._channel.step.shadowing:
+        if not self._channel.step.is_dummy:
             return output
         return output + sum(zero_of(tensor, output) for tensor in (*args, *norm.parameters()))
 

@@ -214,7 +214,7 @@ class Channel:
             if self._outstanding and (error := self._missing_follower_error(f"{joinable.join_name} announced a burst")):
                 self.guard.post_and_raise(error)
             self._outstanding = list(member.followers)
-        if self.step.shadowing:
+        if self.step.is_dummy:
             member.shadowed += 1
         else:
             now = time.monotonic()
@@ -360,7 +360,7 @@ class Channel:
             return outcome
         # Nothing followed an uneven loop, in which every rank has made every step, on dummies if it had no data.
         self.headers.leader = step.first_with_data
-        return Outcome(even=False, last=not step.shadowing, shadowed=False)
+        return Outcome(even=False, last=not step.is_dummy, shadowed=False)
 
     def _shadow_all(self) -> Outcome:
         headers = self.headers

@@ -126,7 +126,7 @@ class Forwards:
             channel.scaling.flows = False
         if self.norms and any(norm.training for norm in self.norms.values()):
             refuse_in_plain_block(self._ddp, "which contains SyncBatchNorm in training mode", channel)
-        watches = channel.step.shadowing or channel.step.may_be_last
+        watches = channel.step.is_dummy or channel.step.may_be_last
         if channel.late_use is not None:
             channel.late_use = channel.late_use.called(arguments)
         if self._buffers is not None:
@@ -159,7 +159,7 @@ class Forwards:
         self.reduces_next |= synchronises
         if synchronises and self._ddp.find_unused_parameters:
             self._outputs = [ref(tensor) for tensor in outputs]
-        hook = partial(self._gradient_enters, synchronises, self._channel.step.shadowing)
+        hook = partial(self._gradient_enters, synchronises, self._channel.step.is_dummy)
         for tensor in outputs:
             handle = on_gradient(tensor, hook)
             if tensor.is_leaf:  # the user's own tensor, returned unchanged, outlives the graph

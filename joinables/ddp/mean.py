@@ -199,7 +199,7 @@ class Means:
             return self.unweighted if self.scope.weight is None else self._weighted
         if self._over_all_ranks or channel.scaling.in_use or not 0 < step.contributors < channel.collective.world_size:
             return self._as_it_is
-        return self._on_dummy if step.shadowing else self._with_data
+        return self._on_dummy if step.is_dummy else self._with_data
 
     def agree(self) -> Mean:
         """Return the mean that active ranks announced in the last header of the burst, in a plain block.

@@ -440,7 +440,7 @@ class GradientSync(DDPBurst):
         elif self._mean is not self._means.agreed:
             self._mean = self._means.agree()
         window, gradients = memory.window, [parameter.grad for parameter in self._parameters]
-        has_data = window.backwards > 0 or not (channel.step.shadowing or channel.has_run_out)
+        has_data = window.backwards > 0 or not (channel.step.is_dummy or channel.has_run_out)
         takes_result = not has_data and have_none(self._parameters)
         if self._ddp.gradient_as_bucket_view:  # the reduction writes its result into these tensors
             gradients = [None if gradient is None else gradient.clone() for gradient in gradients]

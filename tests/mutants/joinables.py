@@ -110,7 +110,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "return self._on_dummy if step.shadowing else self._with_data",
+        "return self._on_dummy if step.is_dummy else self._with_data",
         "return self._with_data",
         "tests/joinables/ddp/test_kept_gradients.py::test_a_result_that_is_kept_in_a_loop_counts_once",
     ),
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/parameters.py",
-        "if self._handles and not self._join.channel.step.shadowing:",
+        "if self._handles and not self._join.channel.step.is_dummy:",
         "if self._handles:",
         "tests/join/loop/test_training.py::test_what_only_dummies_used_has_no_gradient_after_a_backward_that_all_skip",
     ),
@@ -514,13 +514,13 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/metrics.py",
-        "self._channel.step.shadowing or is_empty",
-        "self._channel.step.shadowing",
+        "self._channel.step.is_dummy or is_empty",
+        "self._channel.step.is_dummy",
         "tests/joinables/metrics/test_metric.py::test_batches_without_samples_are_skipped",
     ),
     Mutant(
         "joinables/metrics.py",
-        "self._channel.step.shadowing or is_empty",
+        "self._channel.step.is_dummy or is_empty",
         "is_empty",
         "tests/joinables/metrics/test_metric.py::test_dummies_do_not_count",
     ),

@@ -37,7 +37,7 @@ another than before (``BufferSync``).
 *Scaling.* DDP divides by the world size. With ``divide_by_initial_world_size=False`` and n contributors, the reduced
 gradients are multiplied by ``world_size / n`` at the end of the backward. This is the same for every comm hook, for
 chains of modules and for accumulation, and is skipped while n is the world size. ``joinables.ddp.mean`` lists all means
-and the source of n. With weights, losses are scaled (``join.scaling``), and their sum S replaces n.
+and the source of n. With weights, losses are scaled (``join.scaling``), and the sum S of the weights replaces n.
 
 No rank waits for n or S before the end of the backward, with three exceptions. If there is a comm hook, a rank waits
 for S, since the hook receives parts of the weighted mean. A rank that changes between weights and none waits for the

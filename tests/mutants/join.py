@@ -8,6 +8,12 @@ MUTANTS = [
     # -- loops over join.iterate ---------------------------------------------------------------------------------------
     Mutant(
         "join/loop.py",
+        "            self.end_step()  # first",
+        "            self._guard.closed or self.end_step()  # first",
+        "tests/join/loop/test_state.py::test_after_an_error_that_the_body_handles_a_rank_sends_nothing",
+    ),
+    Mutant(
+        "join/loop.py",
         'if options.until == "first" or options.throw else lengths[1]',
         'if options.until == "first" else lengths[1]',
         "tests/join/loop/test_steps.py::test_the_length_of_a_loop",

@@ -27,7 +27,7 @@ class Step:
     Attributes:
         in_loop: Whether this rank is in the body of a loop, whose bursts all ranks run themselves.
         number: The number of the step, counted from 1; 0 while the loop begins.
-        shadowing: Whether this rank has a dummy batch, because it has no data in this step.
+        is_dummy: Whether this rank has a dummy batch, because it has no data in this step.
         is_empty: Whether this dummy batch has no samples.
         may_be_last: Whether this rank has data, and perhaps its last batch.
         contributors: The number of ranks that have data in this step. Outside a loop it is 0, and headers count the
@@ -41,7 +41,7 @@ class Step:
 
     in_loop: bool = False
     number: int = 0
-    shadowing: bool = False
+    is_dummy: bool = False
     is_empty: bool = False
     may_be_last: bool = False
     contributors: int = 0

@@ -419,7 +419,7 @@ class Join:
                 if not join.shadowing:
                     count += len(x)
         """
-        return self._step.shadowing
+        return self._step.is_dummy
 
     @property
     def is_last_step(self) -> bool:
@@ -558,7 +558,7 @@ class Join:
                 "A loop over join.iterate began after its block had ended. Call join.iterate in the block in which the"
                 " loop runs. [J563]"
             )
-        if self._loop is not None and self._loop.running:
+        if self._loop is not None and self._loop.is_open:
             self._loop.leave(superseded=True)
         self._loop = loop
 

@@ -30,8 +30,8 @@ These are the collectives of a loop::
               meet
               read the next; roll call r+1 starts    roll call r+1 starts
               its steps: batches                     its steps: dummy batches
-              the lowest rank with data is another   the same
-              than before: wait for all ranks;
+              first step, or another lowest rank     the same
+              with data (then all wait first):
               hand_over of each burst
     end       last roll call: all reached the end    the same
               all-reduce (min): digests of values    the same
@@ -47,13 +47,16 @@ A rank that leaves the loop by ``break`` waits until all other ranks have left i
 
     all leave in the same step                       a rank leaves alone
     --------------------------                       -------------------
-    last step of a round: wait for the roll call     the same
-    note that they have left; wait for all           notes that it has left; sees others in later steps
+    the pending burst and its followers              the same
+    note that it has left                            the same
+    last step of a round: wait for the roll call;    the same
+    if it announces no step, the loop ends as above
+    wait until all have left (board, no collective)  sees others in later steps
     the loop ends, as above from the digests on      raises ProtocolError, and fails as any rank does (``join.failure``)
 
-This begins with the next announcement, forward or backward of a listed module, or at the end of the block, because a
-generator cannot raise an exception when it is dropped. :meth:`Loop.leave` then ends the last step
-(``Lockstep.end_step``), waits for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Lockstep.end``).
+:meth:`Loop.leave` does this at the next of these: an announcement, the notification of a follower, a forward with grad
+or a backward of a listed module, another loop, or the end of the block. The ``break`` itself is too early, because a
+generator cannot raise an exception when it is dropped.
 """
 
 from __future__ import annotations
@@ -117,7 +120,7 @@ class Loop(Lockstep, Iterable[T]):
         """Time of this rank's first step without data, on the monotonic clock."""
 
     @property
-    def running(self) -> bool:
+    def is_open(self) -> bool:
         """Whether the loop has begun and not ended."""
         return self.phase in (Phase.RUNNING, Phase.LEFT)
 
@@ -149,7 +152,7 @@ class Loop(Lockstep, Iterable[T]):
             while self._begin_step():
                 if self.channel.late_use is not None:
                     self.channel.late_use.begin_step()
-                yield self._make_dummy() if self.step.shadowing else self._next_batch()
+                yield self._make_dummy() if self.step.is_dummy else self._next_batch()
         finally:
             if self.phase is Phase.RUNNING:  # after a break, or an error that the block may handle
                 # It leaves the loop before its next announcement, because an exception here would be lost.
@@ -161,8 +164,7 @@ class Loop(Lockstep, Iterable[T]):
         """Begin the next step; return whether there is one."""
         phase = self.phase
         if phase is Phase.RUNNING:
-            if not self._guard.closed:
-                self.end_step()  # not below: an error in the step is handled at the end of the block
+            self.end_step()  # first, since a rank whose body handled an error that ends the block must send nothing
         elif phase is Phase.NEW:
             self._begin()
         elif phase is Phase.SUPERSEDED:
@@ -190,8 +192,6 @@ class Loop(Lockstep, Iterable[T]):
         progress.steps += 1
         if self._guard.timeout is not None:
             self.wait_for_all(f"reached step {progress.steps} of join.iterate")
-        if self._guard.closed:
-            self._guard.raise_closed()
         step = self._rounds.next_step(self.step, held[0][1] if held else 0.0)
         self.step = channel.step = step  # from here on, an error belongs to this step
         if not step.contributors:
@@ -369,17 +369,17 @@ class Loop(Lockstep, Iterable[T]):
         """End the loop, if it has begun and not ended, at the end of its block.
 
         Args:
-            error: The exception with which this rank leaves the block, if any. The loop ends on this rank only then.
+            error: The exception of this rank that ends the block, if any. With it, the loop ends on this rank alone.
 
         Raises:
             JoinError: As :meth:`leave` does.
         """
-        if not self.running:
+        if not self.is_open:
             return
         if error is None:
             return self.leave()
         self.phase, self.channel.step = Phase.OVER, self.step
-        if self.step.shadowing and not isinstance(error, JoinError):
+        if self.step.is_dummy and not isinstance(error, JoinError):
             note = f"This rank was out of data and got a dummy batch (dummy={self._options.dummy!r})."
             if self._options.dummy == "empty":
                 note += " A mean over no samples is NaN. If the body cannot process an empty batch, pass dummy='last'."

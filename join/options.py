@@ -15,7 +15,10 @@ class Options:
         throw: Whether all ranks raise an exception as soon as one is out of data.
         over_all_ranks: Whether gradients are a mean over all ranks, including those without data. It has no effect if
             batches are weighed.
-        copies: The number of ranks that are assumed to have the same batches as each rank of the loop.
+        copies: With ``enable=False``, the number of ranks that are assumed to have the batches of this rank, itself
+            included; otherwise 1.
+
+    The other attributes are the arguments of ``Join.iterate``.
 
     Raises:
         TypeError: If an argument has the wrong type.

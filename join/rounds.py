@@ -54,7 +54,7 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class Shares:
-    """Fold of a roll call.
+    """Decoder of the answers to a roll call, which combines the answers of all ranks.
 
     Attributes:
         count_bits: The number of bits of an answer that hold the number of batches. Below them is the number of
@@ -133,7 +133,7 @@ class Rounds:
         """
         started = time.monotonic()
         answers: Answers = self._guard.wait(self._roll_call, doing, self._roll_call.result)
-        if self._lockstep.step.shadowing:
+        if self._lockstep.step.is_dummy:
             self._tally.idle += time.monotonic() - started
         if answers.issued is None:  # a rank may have skipped a collective, for which the others wait at last
             self._lockstep.meet()
@@ -174,9 +174,9 @@ class Rounds:
             weight: The weight of this rank's batch, if it has one.
         """
         index = self.begun
-        self.begun, shadowing = index + 1, index >= self.own_batches
-        step = Step(in_loop=True, number=before.number + 1, shadowing=shadowing, first_with_data=before.first_with_data)
-        step.weight, step.total = 0.0 if shadowing else weight, self._totals[index // self._window]
+        self.begun, is_dummy = index + 1, index >= self.own_batches
+        step = Step(in_loop=True, number=before.number + 1, is_dummy=is_dummy, first_with_data=before.first_with_data)
+        step.weight, step.total = 0.0 if is_dummy else weight, self._totals[index // self._window]
         step.window = next(_WINDOW_NUMBERS) if before.ends_window else before.window
         step.ends_window = self.begun % self._window == 0 or self.begun == self.steps
         if index < len(self.shares):  # if not, the step only fills a window

@@ -134,7 +134,7 @@ class DummyForward:
         if self._parts:
             self._watch_parts()
         step, trains = self._channel.step, self._module.training or torch.is_grad_enabled()
-        if step.shadowing and (trains or not step.is_empty or has_empty_tensor(arguments)):
+        if step.is_dummy and (trains or not step.is_empty or has_empty_tensor(arguments)):
             self.keep()
 
     def keep(self) -> None:
@@ -168,7 +168,7 @@ class DummyForward:
             for name, each in own.items():
                 if is_plain(each) and (self._compares or isinstance(each, torch.nn.Parameter)):
                     self._at_start[name] = _checksum(each) if self._compares else 0
-        if self._channel.step.shadowing:
+        if self._channel.step.is_dummy:
             self._watch_parts()
 
     def synchronise(self, collective: Collective, source: int) -> None:
@@ -196,7 +196,7 @@ class DummyForward:
         self._parts = []
 
     def _before_part(self, part: torch.nn.Module, *_: Any) -> None:
-        if self._channel.step.shadowing and not self.is_kept and (part.training or torch.is_grad_enabled()):
+        if self._channel.step.is_dummy and not self.is_kept and (part.training or torch.is_grad_enabled()):
             self.keep()
 
 

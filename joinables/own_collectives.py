@@ -118,7 +118,7 @@ class ShardedModule(Announcing):
         self._check(module, args)
         channel, arguments = self._channel, (args, kwargs)
         self._is_replaced = False
-        watches = channel.step.shadowing or channel.step.may_be_last
+        watches = channel.step.is_dummy or channel.step.may_be_last
         if channel.late_use is not None:
             channel.late_use = channel.late_use.called(arguments)
         if torch.is_grad_enabled():
@@ -138,7 +138,7 @@ class ShardedModule(Announcing):
         self._unreduced = step.window if step.ends_window and not all(map(reduces, self._reducers)) else 0
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
-        if not self._channel.step.shadowing or autograd.in_backward():
+        if not self._channel.step.is_dummy or autograd.in_backward():
             return None
         if self._dummy_forward.is_kept:
             self._dummy_forward.restore()
@@ -163,7 +163,7 @@ class ShardedModule(Announcing):
         SyncBatchNorm itself produces no such gradients. FSDP would then omit parameters from a reduction in
         which other ranks have them.
         """
-        if not self._channel.step.shadowing:
+        if not self._channel.step.is_dummy:
             return output
         return output + sum(zero_of(tensor, output) for tensor in (*args, *norm.parameters()))
 
@@ -172,7 +172,7 @@ def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -
     """Raise a ``JoinError`` unless all ranks run the module, in the body of a loop over ``Join.iterate``."""
     if channel.step.in_loop:
         return
-    channel.end_broken_loop()  # if a break ended the loop on this rank only, the other ranks leave it here, too
+    channel.end_left_loop()  # if a break ended the loop on this rank only, the other ranks leave it here, too
     raise JoinError(
         f"The forward of {type(module).__name__}, {why}, communicates by itself, but ranks without data would not call"
         " it in a plain block. Loop over join.iterate: for batch in join.iterate(loader). [J421]"

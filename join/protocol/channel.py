@@ -5,23 +5,24 @@ one header (``join.protocol.headers``) announces every burst of collectives, and
 
     active rank                                    joined rank
     -----------                                    -----------
-    announce: apply the previous header            apply the previous header
+    announce: apply the headers that are due       apply the headers that are due
               header  (starts; awaited if it       header  (awaited)
               announces what was not expected)
     the burst, by the user's own code              main_hook of the announced burst
     its followers, by the user's own code          main_hooks of its followers
     ...                                            ... until a header shows that no rank is active
     leave:    the burst that is still pending
-              apply the previous header
+              apply the headers that are due
 
-A rank that applies a header elects a new leader, by one more all-reduce, if the old leader has left and any burst needs
-a leader. Under ``throw_on_early_termination`` each header is awaited before its burst. Under ``timeout`` it is awaited
-too, except for the bursts of DDP and ZeRO, whose collectives fail by themselves. The header of a backward is awaited
-before the reducer waits for gradients.
+``join.protocol.headers`` says when a header is due. A rank that applies a header elects a new leader, by one more
+all-reduce, if the old leader has left and any burst needs a leader. Under ``throw_on_early_termination`` each header is
+awaited before its burst. Under ``timeout`` it is awaited too, except for the bursts of DDP and ZeRO, whose collectives
+fail by themselves. The header of a backward is awaited before the reducer waits for gradients.
 
 In a loop over ``Join.iterate`` all ranks run the same body equally often, with or without data. Every rank issues its
-collectives itself, so no burst is announced and none is shadowed. The loop's own roll calls (``join.loop``) say which
-ranks have data in a step, so the channel computes the contents of each header instead of sending it::
+collectives itself, so no burst is announced and none is shadowed. The loop's own roll calls (``join.loop``) say how
+many ranks have data in a step, and which of them is the lowest. So the channel computes the contents of each header
+instead of sending it::
 
     rank with data                                 rank without data
     --------------                                 -----------------
@@ -29,8 +30,8 @@ ranks have data in a step, so the channel computes the contents of each header i
     step:   the body, by the user's own code       the body, on a dummy batch
     ...                                            ...
 
-With a ``timeout``, all ranks meet before each step, and again before each burst. ``join.protocol.progress`` finds ranks
-that do not run the same body.
+With a ``timeout``, all ranks wait for each other before each step, and again before each burst.
+``join.protocol.progress`` finds ranks that do not run the same body.
 
 *Pending bursts.* A burst may be announced before it runs. Until then it is *pending* (``Burst.is_pending``). A rank
 that is about to announce another burst, or to leave, first *flushes* the pending one: it runs the burst and contributes
@@ -116,8 +117,8 @@ class Channel:
         """Whether this rank was among the last with data, or made the most steps; set at the end of a block."""
         self._outstanding: list[Member] = []  # the followers that have not acted since the last announcement
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
-        self._last_place = Progress()  # of this rank at the end of the last loop
-        self._last_step = PLAIN  # of that loop, in which a rank had data
+        self._last_place = Progress()  # this rank's progress at the end of the last loop
+        self._last_step = PLAIN  # the last step of that loop in which a rank had data
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -205,6 +206,9 @@ class Channel:
             JoinError: If the announcement is made in a ``main_hook`` or inside a CUDA graph, if the channel is closed,
                 or if followers of the burst before it did not notify.
             ProtocolError: If active ranks announced different bursts.
+            EarlyTerminationError: If a rank is out of data under ``throw_on_early_termination``.
+            PeerError: If another rank has failed.
+            JoinTimeoutError: If a rank does not arrive within ``timeout``.
         """
         if self._shadowed is not None:
             self._refuse_in_main_hook(joinable, self._shadowed)
@@ -217,7 +221,7 @@ class Channel:
             if self._outstanding and (error := self._missing_follower_error(f"{joinable.join_name} announced a burst")):
                 self.guard.post_and_raise(error)
             self._outstanding = list(member.followers)
-        if self.step.shadowing:
+        if self.step.is_dummy:
             member.shadowed += 1
         else:
             now = time.monotonic()
@@ -251,7 +255,7 @@ class Channel:
         """
         if self._shadowed is not None:
             self._refuse_in_main_hook(joinable, self._shadowed)
-        self.end_broken_loop()
+        self.end_left_loop()
         if self.guard.closed:
             self.guard.raise_closed()
         self.flush(complete=False)
@@ -294,7 +298,7 @@ class Channel:
         )
 
     def prepare(self, but: Joinable | None = None) -> None:
-        """Leave a broken loop, flush pending bursts and apply the last header; called before another announcement.
+        """Leave a loop that a ``break`` ended, flush pending bursts and apply due headers, before an announcement.
 
         Args:
             but: The joinable that is about to announce; its own burst is not flushed.
@@ -363,7 +367,7 @@ class Channel:
             return outcome
         # Nothing followed an uneven loop, in which every rank has made every step, on dummies if it had no data.
         self.headers.leader = step.first_with_data
-        return Outcome(even=False, last=not step.shadowing, shadowed=False)
+        return Outcome(even=False, last=not step.is_dummy, shadowed=False)
 
     def _shadow_all(self) -> Outcome:
         headers = self.headers
@@ -452,7 +456,7 @@ class Channel:
             with profiled("synchronise", member):
                 member.joinable.synchronise_own(source)
 
-    def end_broken_loop(self) -> None:
+    def end_left_loop(self) -> None:
         """Leave the loop that this rank has left by ``break``, if any, together with all other ranks."""
         if self.loop is not None and not self.step.in_loop:
             self.loop.leave()
@@ -462,10 +466,13 @@ class Phase(Enum):
     """State of a loop."""
 
     NEW = auto()
+    """The loop has not begun, and has sent nothing."""
     RUNNING = auto()
+    """This rank is in the loop body, or between two steps."""
     LEFT = auto()
     """This rank has left the loop body by ``break``, and waits for no other rank yet."""
     OVER = auto()
+    """The loop yields no more on this rank: it has ended, ``leave`` ends it, or its block fails."""
     SUPERSEDED = auto()
     """Another loop has begun in the middle of this one."""
 
@@ -572,8 +579,7 @@ class Lockstep(ABC):
         Raises:
             ProtocolError: If ranks hold different values. All ranks raise it.
         """
-        self.end_step()
-        # The last step had data there. Even without a burst, its forwards may have changed buffers.
+        # `source` had data in the last step with data. Even without a burst, its forwards may have changed buffers.
         channel, source = self.channel, self.last_with_data.first_with_data
         channel.exit_loop(self)
         listed = [member.joinable for member in channel.roster.listed]

@@ -1,29 +1,31 @@
 """Joinables of a ``DistributedDataParallel`` module: :func:`joinables_of_ddp`.
 
-A DDP module has three joinables, all of them bursts: ``BufferSync``, ``GradientSync`` and ``BucketRebuild``. A module
-without buffers, or with ``broadcast_buffers=False``, has no ``BufferSync``. The joinables issue the same collectives as
-DDP, at the same points of a step, with two exceptions. Buffers come from the lowest active rank instead of rank 0.
-Buckets are rebuilt at the end of the first backward instead of in the next forward, which a joined rank never reaches.
-One training step::
+A DDP module has three bursts, in this order: ``BucketRebuild``, ``BufferSync`` and ``GradientSync``. A module without
+buffers, or with ``broadcast_buffers=False``, has no ``BufferSync``. The last joinable, ``Unlisted``, sends nothing. The
+bursts issue the same collectives as DDP, at the same points of a step, with two exceptions. Buffers come from the
+lowest rank that was active in the forward that changed them last, instead of from rank 0. Buckets are rebuilt at the
+end of the first backward instead of in the next forward, which a joined rank never reaches. One training step::
 
     active rank                                        joined rank
     -----------                                        -----------
     forward   header                                   header
               broadcast of buffers (if it has any)     broadcast of buffers
-    backward  number of contributors (see Scaling)     number of contributors
+    backward  sum of n or S, if needed (see Scaling)   the same
               the first of a static graph: how often   how often
               gradients arrive (max)                   gradients arrive (max)
               all-reduce of each bucket                all-reduce of each bucket (the reducer's own backward, empty)
               all-reduce of the used map, if asked     all-reduce of the used map
+              (the first of a static graph: the map
+              before the buckets)
               until they are rebuilt: header, bucket   header, bucket rebuild
               rebuild (a static graph: after the second)
 
-The header is sent in the forward and overlaps with its computation. In four cases the header is sent when the backward
-begins instead, and buffers, if any, have a header of their own in the forward:
+The header is sent in the forward and overlaps with its computation. In a plain block, in four cases, it is sent when
+the backward begins instead, and buffers, if any, have a header of their own in the forward:
 
 - The blocks of the process group have several DDP modules, whose forwards and backwards may run in different orders.
-- Gradients may contain the last result in the forward, under the mean over all ranks.
-- The number of contributors is needed and the module has no buffers.
+- With ``divide_by_initial_world_size=True``, gradients may contain the last result in the forward.
+- With ``divide_by_initial_world_size=False``, the module has no buffers.
 - The block has a ``timeout``.
 
 Forwards under ``no_sync`` and forwards without grad do not communicate. A forward that finds a pending header does not
@@ -35,19 +37,17 @@ another than before (``BufferSync``).
 *Scaling.* DDP divides by the world size. With ``divide_by_initial_world_size=False`` and n contributors, the reduced
 gradients are multiplied by ``world_size / n`` at the end of the backward. This is the same for every comm hook, for
 chains of modules and for accumulation, and is skipped while n is the world size. ``joinables.ddp.mean`` lists all means
-and the source of n. With weights, losses are scaled (``join.scaling``), and the sum of the weights replaces n.
+and the source of n. With weights, losses are scaled (``join.scaling``), and the sum S of the weights replaces n.
 
-No rank waits for n before the end of the backward, with two exceptions. If there is a comm hook, a rank waits for the
-sum of weights, since the hook receives parts of the weighted mean. If gradients are kept, it waits for the header.
+No rank waits for n or S before the end of the backward, with three exceptions. If there is a comm hook, a rank waits
+for S, since the hook receives parts of the weighted mean. A rank that changes between weights and none waits for the
+header. Under the mean over all ranks, so does a rank with kept gradients.
 
 *Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. If a rank is
 out of data in the middle of an accumulation under ``no_sync``, its accumulated gradients go into the first burst that
 it shadows. Its other gradients do not.
 
-*Kept gradients.* DDP reduces the contents of ``grad``. Without ``zero_grad``, these include the last result, which the
-new mean must contain once (``joinables.ddp.window``). Each contributor counts it as many times as that takes: under the
-mean over all ranks ``world_size / n`` times. There, the backward begins by waiting for its header, which has just been
-sent.
+*Kept gradients.* Without ``zero_grad``, new gradients are added to the last result (``joinables.ddp.window``).
 """
 
 from __future__ import annotations
@@ -101,5 +101,5 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
     if not reducer.broadcasts_buffers(ddp):
         return [rebuild, GradientSync(ddp, None, rebuild), Unlisted(ddp)]
     buffers = BufferSync(ddp)
-    # Followers of the module follow its backward.
+    # GradientSync is the last burst, so that plain joinables after the module follow its backward.
     return [rebuild, buffers, GradientSync(ddp, buffers, rebuild), Unlisted(ddp)]

@@ -145,6 +145,8 @@ class BufferSync(DDPBurst):
     def _all_have_new_shapes(self) -> bool:
         """Return whether buffers changed their shape on all active ranks of a plain block, so that all ranks copy them.
 
+        In a loop, accept the new shapes of this rank, and return ``False``.
+
         Raises:
             ProtocolError: If they changed on some of the active ranks, or in a loop while a rank had no data.
         """

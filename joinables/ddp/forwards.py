@@ -34,7 +34,8 @@ IN_TORCH_JOIN = (
 class Forwards:
     """Hooks on the forwards of a DDP module, which find the first gradient that enters the outputs of a forward.
 
-    They also replace DDP's synchronisation of buffers, and restore the buffers after the forward of a dummy.
+    They also replace DDP's synchronisation of buffers, and restore buffers and frozen parameters after a forward on a
+    dummy.
 
     Args:
         ddp: The module.
@@ -74,7 +75,7 @@ class Forwards:
         """
         ddp, inner = self._ddp, cast("torch.nn.Module", self._ddp.module)
         self._channel, self._on_forward, self._on_backward = channel, on_forward, on_backward
-        # A backward inside the forward is possible until a forward returns a tensor that can start a backward.
+        # Until a forward returns a tensor with grad, a backward may run inside it.
         self._may_run_backward_inside = True
         self._param_sync = ddp.require_forward_param_sync
         reducer.suppress_buffer_sync(ddp)
@@ -125,7 +126,7 @@ class Forwards:
             channel.scaling.flows = False
         if self.norms and any(norm.training for norm in self.norms.values()):
             refuse_in_plain_block(self._ddp, "which contains SyncBatchNorm in training mode", channel)
-        watches = channel.step.shadowing or channel.step.may_be_last
+        watches = channel.step.is_dummy or channel.step.may_be_last
         if channel.late_use is not None:
             channel.late_use = channel.late_use.called(arguments)
         if self._buffers is not None:
@@ -158,7 +159,7 @@ class Forwards:
         self.reduces_next |= synchronises
         if synchronises and self._ddp.find_unused_parameters:
             self._outputs = [ref(tensor) for tensor in outputs]
-        hook = partial(self._gradient_enters, synchronises, self._channel.step.shadowing)
+        hook = partial(self._gradient_enters, synchronises, self._channel.step.is_dummy)
         for tensor in outputs:
             handle = on_gradient(tensor, hook)
             if tensor.is_leaf:  # the user's own tensor, returned unchanged, outlives the graph
@@ -167,9 +168,6 @@ class Forwards:
             if self._parameter_hook is not None:
                 self._parameter_hook.remove()  # the hook of an earlier forward would run first
             self._parameter_hook = torch.autograd.graph.register_multi_grad_hook(self._parameters, hook, mode="any")
-
-    # After the arithmetic of a step, a call finds cold caches and costs microseconds, as much as a small layer. So most
-    # conditions of a backward are tested before a call instead of inside it.
 
     def _gradient_enters(self, synchronises: bool, on_dummy: bool, gradient: torch.Tensor) -> None:
         """Notice a backward at the first gradient that enters the module, if gradients will reach its parameters."""

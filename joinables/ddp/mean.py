@@ -1,26 +1,33 @@
 """The means that a reduction can make, each a :class:`Mean`: the divisor of gradients. :class:`Means` chooses one.
 
 DDP divides the sum over ranks by the world size W. Every mean is a multiple of this quotient, and counts the last
-result (:class:`Kept`) so often that the new result contains it once. S is the sum of the weights, n the number of
+result (:class:`LastResult`) so often that the new result contains it once. S is the sum of the weights, n the number of
 contributors, u the unit of the weights (``join.scaling``)::
 
     mean                  chosen if                                   multiple     a rank counts the last result
     ----                  ---------                                   --------     -----------------------------
     Mean                  a loop with scaled losses, or with the      1            once, on dummies too
-                          mean over all ranks
+                          mean over all ranks; any loop in a step
+                          in which all ranks have data, or none
     OverRanksWithData     another loop, while a rank has no data      W / n        once
     OnDummy               the same, on a rank without data            W / n        0 times
     OverAllRanks          plain block                                 1            W / n times
     OverContributors      the same, divide_by_initial_world_size=     W / n        once
                           False
-    Weighted              plain block with join.weight                u * W / S    weight / u times
+    Weighted              plain block with join.weight                u * W / S    w / u times, w the sum of this rank's
+                                                                                   weights in the window
 
-A new kind of mean is a class here, and a line of ``Means.choose``. The source of n and S is:
+A new kind of mean is a class here, an instance in ``Means.attach``, and a branch of ``Means.choose``. In a plain block,
+joined ranks must find it in the header too. That needs a branch of ``Means.agree``, and a flag of
+``GradientSync.flags`` if none of its flags shows which mean it is.
+
+The source of n and S is:
 
 - A header that is sent when the backward begins counts the contributors.
 - A header that is sent in the forward cannot show whether a backward follows. Then n is summed next to the buckets. S
   always is.
-- In a loop over ``Join.iterate`` nothing is sent, since all ranks know which ranks have data, and the weights.
+- In a loop over ``Join.iterate`` nothing is sent, since all ranks know how many ranks have data, the lowest of them,
+  and the sum of the weights.
 """
 
 from __future__ import annotations
@@ -48,14 +55,14 @@ class Mean:
 
     weighted: ClassVar[bool] = False
     """Whether weights are summed."""
-    splits_kept: ClassVar[bool] = False
+    may_recount: ClassVar[bool] = False
     """Whether this rank may have to count the last result otherwise than once."""
-    corrects: ClassVar[bool] = False
+    has_factor: ClassVar[bool] = False
     """Whether the mean is another multiple of the quotient than 1."""
 
     def __init__(self, channel: Channel, burst: Burst) -> None:
         self._channel, self._burst, self._world_size = channel, burst, channel.collective.world_size
-        self.in_forward = False
+        self.with_buffers = False
         """Whether the header was sent in the forward, and announces the buffers too."""
         self.in_parts = False
         """Whether gradients become parts of the mean before they are reduced."""
@@ -71,21 +78,21 @@ class Mean:
         return 1.0
 
     def begin(self, window: Window) -> None:
-        """Start to sum the shares of all ranks if the sum is needed and not known.
+        """Start the sum of n or S, if it is needed and not known.
 
         Args:
-            window: The window of this rank, which has the share.
+            window: The window of this rank, which has its summand.
         """
 
     def factor(self) -> float:
-        """Return the multiple of the quotient, and wait for the sum of the shares if needed; called once."""
+        """Return the multiple of the quotient, and wait for the sum of n or S if needed; called once."""
         return 1.0
 
 
 class OverRanksWithData(Mean):
     """Mean over the ranks with data, in a step of a loop in which other ranks have none."""
 
-    corrects = True
+    has_factor = True
 
     @override
     def factor(self) -> float:
@@ -95,7 +102,7 @@ class OverRanksWithData(Mean):
 class OnDummy(OverRanksWithData):
     """The same mean, on a rank without data."""
 
-    splits_kept = True
+    may_recount = True
 
     @override
     def times(self, window: Window) -> float:
@@ -105,7 +112,7 @@ class OnDummy(OverRanksWithData):
 class OverAllRanks(Mean):
     """Mean over all ranks in a plain block, in which joined ranks contribute nothing."""
 
-    splits_kept = True
+    may_recount = True
 
     @override
     def times(self, window: Window) -> float:
@@ -115,7 +122,7 @@ class OverAllRanks(Mean):
 class OverContributors(Mean):
     """Mean over the ranks that contribute, in a plain block."""
 
-    corrects = True
+    has_factor = True
     _sum: FloatSum
 
     @override
@@ -124,7 +131,7 @@ class OverContributors(Mean):
 
     @override
     def factor(self) -> float:
-        if self.in_forward:
+        if self.with_buffers:
             total = self._channel.guard.wait(self._sum, "sums contributors", self._sum.total)
         else:
             total = self._channel.headers.flags(self._burst)[CONTRIBUTES]
@@ -135,7 +142,7 @@ class Weighted(OverContributors):
     """Weighted mean, in a plain block. ``Join.scale`` has multiplied the losses by ``weight / unit``."""
 
     weighted = True
-    splits_kept = True
+    may_recount = True
 
     @override
     def times(self, window: Window) -> float:
@@ -192,7 +199,7 @@ class Means:
             return self.unweighted if self.scope.weight is None else self._weighted
         if self._over_all_ranks or channel.scaling.in_use or not 0 < step.contributors < channel.collective.world_size:
             return self._as_it_is
-        return self._on_dummy if step.shadowing else self._with_data
+        return self._on_dummy if step.is_dummy else self._with_data
 
     def agree(self) -> Mean:
         """Return the mean that active ranks announced in the last header of the burst, in a plain block.
@@ -212,5 +219,5 @@ class Means:
                 " [J277]"
             )
         self.agreed = self._weighted if using else self.unweighted
-        self.agreed.in_forward = flags[WITH_BUFFERS] > 0
+        self.agreed.with_buffers = flags[WITH_BUFFERS] > 0
         return self.agreed

@@ -3,11 +3,13 @@
 *Unused parameters.* With ``find_unused_parameters`` a parameter that no rank used keeps its ``grad`` as it was. That is
 usually ``None``, so the optimizer skips it. In a loop over ``Join.iterate`` the ranks without data run the module on
 dummies, which the reducer counts as use. So the use by batches with data is recorded here, and the gradients of the
-other parameters are set back to ``None``::
+other parameters are set back to ``None``, if they were ``None`` before the window::
 
     rank with data                                 rank without data
+    --------------                                 -----------------
     the reducer's all-reduces                      the same
-    all-reduce (max) of the parameters it used     the same, of those it used while it had data
+    if a rank had a dummy in the window:           the same, with the parameters that it used while it had
+    all-reduce (max) of the parameters it used     data
 
 *Static graphs.* In the first backward, the reducer of a ``static_graph`` module counts how often each parameter's
 gradient arrives. In every later backward it waits for the same number of arrivals. A rank that joins before its first
@@ -94,7 +96,7 @@ class UsedParameters:
             autograd.hook_gradients(self._parameters, self._handles, lambda index: partial(self._mark_used, index))
 
     def _mark_used(self, index: int, gradient: torch.Tensor) -> None:
-        if self._handles and not self._join.channel.step.shadowing:
+        if self._handles and not self._join.channel.step.is_dummy:
             self._used[index] = 1
 
     def begin_window(self) -> None:
@@ -103,7 +105,7 @@ class UsedParameters:
         self._used = torch.zeros(len(self._absent), dtype=torch.int64, device="cpu")
 
     def end_reduction(self) -> None:
-        """Set the gradients of parameters that only dummies used to ``None``; called after a reduction."""
+        """Set gradients back to ``None`` if only dummies used their parameters; called after a reduction."""
         self._join.collective.all_reduce(self._used, "max").wait()
         used = cast("list[int]", self._used.tolist())
         for parameter, is_used, absent in zip(self._parameters, used, self._absent, strict=True):
@@ -154,12 +156,12 @@ class StaticGraph:
         def finish() -> None:
             for handle in handles:
                 handle.remove()
-            self._share(collective, counts)
+            self._share_counts(collective, counts)
 
         autograd.after_backward(finish)
 
     def learn(self, collective: Collective) -> list[int] | None:
-        """Return the arrivals that a shadowed backward has to imitate; called before it.
+        """Share the counts if the shadowed backward is the first, and return the arrivals that it has to imitate.
 
         Args:
             collective: The ranks.
@@ -168,10 +170,10 @@ class StaticGraph:
             The number of arrivals for each parameter; ``None`` means one for each.
         """
         if reducer.first_static_backward(self._ddp):
-            self._share(collective, [0] * len(self._parameters))
+            self._share_counts(collective, [0] * len(self._parameters))
         return self._memory.arrivals
 
-    def _share(self, collective: Collective, arrivals: Sequence[int]) -> None:
+    def _share_counts(self, collective: Collective, arrivals: Sequence[int]) -> None:
         counts = torch.tensor(arrivals, device="cpu")
         collective.all_reduce(counts, "max").wait()
         self._memory.arrivals = counts.tolist()

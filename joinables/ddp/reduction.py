@@ -6,19 +6,23 @@ from ``backward()`` to ``step()``::
               active rank                     dummy                           joined rank
               -----------                     -----                           -----------
     found     by a hook of ``Forwards``       the same                        by a header
-    window    counts the backward             the same; the gradient is 0     dropped, unless this block left it open
-    share     ``_share``                      the same                        the same
+    window    counts the backward             the same; ``Factors`` makes     dropped, unless this block left it open
+                                              the gradient 0
+    close     ``_close_window``               the same                        the same
     reduce    DDP's reducer                   the same                        the reducer's own backward, empty
     finish    ``_finish``                     the same                        the same, for sharded optimizers
 
-- ``_share`` closes the window, so that ``grad`` becomes the share of the rank in the mean. It counts the last result as
-  often as the mean says (``joinables.ddp.window``), and starts to sum the shares.
-- ``_finish`` turns the quotient of DDP into the mean. A gradient that no rank used becomes the gradient of before.
+- ``_close_window`` runs when the last backward of a window begins, before its gradients arrive. It corrects how often
+  ``grad`` contains the last result, and starts the sum of n or S (``joinables.ddp.mean``).
+- ``_finish`` turns the quotient of DDP into the mean. The gradient of a parameter that no rank used becomes the last
+  result again. In a loop, ``_finish`` is skipped if it has nothing to do. ``synchronise_own`` then checks at the end of
+  the loop that the reducer has finished.
 - ``Means.choose`` decides on the divisor of the gradients (``joinables.ddp.mean``).
 - ``Window`` knows whether gradients wait for a reduction (``joinables.ddp.window``). It is open from the first backward
-  of a window to the ``_share`` of its reduction, and outlives the block.
-- A rank that skips a backward of other ranks runs the steps of a joined rank, and puts its own gradients and window
-  back (``fulfil``).
+  of a window to ``_close_window``, and outlives the block.
+- A rank that skips a backward of other ranks runs the steps of a joined rank (``fulfil``). It puts its own gradients
+  back, and its window if perhaps no rank ran the backward. On a dummy or out of data, a rank without gradients receives
+  the result instead.
 
 ``joinables.ddp.parameters`` keeps the records for each parameter.
 """
@@ -42,7 +46,7 @@ from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.mean import CONTRIBUTES, Means
 from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
-from joinables.ddp.window import Kept, Window, have_none, memory_of
+from joinables.ddp.window import LastResult, Window, have_none, memory_of
 from joinables.modules import adopt_gradients
 from joinables.own_collectives import mixing
 
@@ -122,14 +126,17 @@ class GradientSync(DDPBurst):
     def exchange(self, source: int) -> Exchange:
         """Copy parameters from the last joiner, and the last result, unless this rank has unreduced gradients.
 
-        Afterwards the gradients of all ranks contain it or not, as ``_begin_forward`` requires.
+        Afterwards the gradients of all ranks contain it, or none do. All ranks then choose the same time for the header
+        in ``_begin_forward``.
         """
         window, parameters = self._memory.window, reducer.parameters(self._ddp)
         unreduced = window.backwards > 0 and not have_none(self._parameters)
         keeps = unreduced or self._collective.rank == source
         results = [p.grad for p in self._parameters]
-        if unreduced:  # of which only the last result is for the other ranks, or zeros, unless headers depend on these
-            headers_depend = self._means.unweighted.splits_kept
+        if unreduced:
+            # Other ranks receive only the last result under these gradients. Without one, they receive zeros, or None
+            # if the time of headers depends on gradients being None.
+            headers_depend = self._means.unweighted.may_recount
             zeros = [None if g is None or headers_depend else torch.zeros_like(g) for g in results]
             results = [window.kept.get(i, zero) for i, zero in enumerate(zeros)]
         present = [result is not None for result in results]
@@ -155,10 +162,11 @@ class GradientSync(DDPBurst):
         """Return the flags of this rank: ``WITH_BUFFERS``, ``CONTRIBUTES``, ``WEIGHTED``.
 
         A joined rank contributes once: the gradients that it had accumulated in this block when it was out of data. A
-        rank without data in this block cannot know whether the loop would have called ``zero_grad``.
+        rank without data in this block cannot know whether the loop would have called ``zero_grad``. A window that was
+        zeroed is dropped here.
         """
         if active:
-            return (self._mean.in_forward, True, self._mean.weighted)
+            return (self._mean.with_buffers, True, self._mean.weighted)
         window = self._memory.window
         if window.is_earlier:
             return (False, False, False)
@@ -188,13 +196,13 @@ class GradientSync(DDPBurst):
         # stays pending since its forward.
         early = channel.roster.early is self
         if early and not channel.step.in_loop:
-            if not self._means.unweighted.splits_kept:
+            if not self._means.unweighted.may_recount:
                 early = buffers is not None
             else:
                 early = (window.backwards > 0 and not window.kept) or have_none(self._parameters)
             if early:
                 self._mean = self._means.choose()
-                self._mean.in_forward = buffers is not None
+                self._mean.with_buffers = buffers is not None
         if early:
             channel.announce(self)
             self.is_pending = True
@@ -205,7 +213,18 @@ class GradientSync(DDPBurst):
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
+    # After the arithmetic of a step, a call finds cold caches and costs microseconds, as much as a small layer. So most
+    # conditions of a backward are tested before a call instead of inside it.
+
     def _begin_backward(self, synchronised: bool) -> None:
+        """Count a backward in the window, choose its mean, and begin the reduction if it is the last of the window.
+
+        Args:
+            synchronised: Whether the forward of the backward synchronises.
+
+        Raises:
+            JoinError: If the weight or the scaling of the loss does not match the forward or the rest of the window.
+        """
         channel = self._channel
         if channel.loop is not None and not channel.step.in_loop:
             channel.loop.leave()
@@ -243,8 +262,8 @@ class GradientSync(DDPBurst):
             self._mean = mean
             self._begin_reduction(in_loop)
             return
-        if mean.splits_kept and window.backwards == 1:
-            window.kept = Kept.copy_of(self._parameters)
+        if mean.may_recount and window.backwards == 1:
+            window.kept = LastResult.copy_of(self._parameters)
         autograd.after_backward(partial(self._remember_writes, window))
 
     def _check_scaling(self) -> None:
@@ -262,7 +281,9 @@ class GradientSync(DDPBurst):
         scaling.check_backward(self)
 
     def _enter_window(self) -> Window:
-        """Return the window of the next backward: the current one, or a new one after ``zero_grad`` or in a loop.
+        """Return the window of the next backward.
+
+        This is the current one, or a new one after ``zero_grad`` or in another accumulation window of a loop.
 
         Raises:
             JoinError: If gradients of an earlier window are unreduced in a loop over ``Join.iterate``, or after it.
@@ -289,16 +310,20 @@ class GradientSync(DDPBurst):
         window.writes = writes_to(parameter.grad for parameter in self._parameters)
 
     def _begin_reduction(self, in_loop: bool) -> None:
-        """Begin the reduction at the end of the current backward, and announce it if the forward has not."""
+        """Begin the reduction of the current backward.
+
+        Announce it if the forward has not, close the window, and let ``_finish`` follow if there is something to
+        finish.
+        """
         channel = self._channel
         if not self._forwards.reduces_next:  # a second backward, whose gradients DDP itself would not reduce
             reducer.expect_backward(self._ddp, self._forwards.outputs)
         if not self.is_pending:
-            self._mean.in_forward = False
+            self._mean.with_buffers = False
             channel.announce(self)
         if not in_loop and self._mean is not self._means.agreed:
             self._mean = self._means.agree()
-        self._share(is_first=self._memory.window.backwards == 1)
+        self._close_window(is_first=self._memory.window.backwards == 1)
         self.is_pending = self._forwards.reduces_next = False
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
@@ -306,7 +331,7 @@ class GradientSync(DDPBurst):
             # This is before the reducer waits, which does not look for missing ranks.
             autograd.after_backward(channel.headers.read)
         counts_use = self._used.counts and self._mean.window.with_dummies
-        if in_loop and not (self._mean.corrects or counts_use or self._rebuild.is_due):
+        if in_loop and not (self._mean.has_factor or counts_use or self._rebuild.is_due):
             return
         if self._forwards.end_calls is None:  # twice, so that it runs after the callbacks of reducers
             autograd.after_backward(partial(autograd.after_backward, self._finish))
@@ -322,19 +347,19 @@ class GradientSync(DDPBurst):
 
     # -- a reduction on any rank --------------------------------------------------------------------------------------
 
-    def _share(self, *, is_first: bool = False) -> None:
-        """Close the window, whose gradients become the share of this rank, before they are reduced.
+    def _close_window(self, *, is_first: bool = False) -> None:
+        """Close the window: correct its gradients for the reduction, and start the sum of n or S if needed.
 
         Args:
             is_first: Whether this is at the beginning of the window's first backward, so that gradients, if any, are
                 the last result.
         """
         mean, window = self._mean, self._memory.window
-        has_kept = mean.splits_kept and (window.kept or (is_first and not have_none(self._parameters)))
+        has_kept = mean.may_recount and (window.kept or (is_first and not have_none(self._parameters)))
         if has_kept and (times := mean.times(window)) != 1:
-            window.kept = window.kept or Kept.copy_of(self._parameters)
+            window.kept = window.kept or LastResult.copy_of(self._parameters)
             window.kept.add(self._parameters, times - 1)
-        if mean.in_forward or mean.weighted:  # otherwise the header counts the contributors
+        if mean.with_buffers or mean.weighted:  # otherwise the header counts the contributors
             mean.begin(window)
         if mean.in_parts:
             factor = mean.factor()
@@ -361,7 +386,7 @@ class GradientSync(DDPBurst):
         self._mean.window.kept.clear()  # it is as large as the gradients
         if self._mean.in_parts:
             self._factors.multiply_by(1.0)
-        elif self._mean.corrects and (factor := self._mean.factor()) != 1:
+        elif self._mean.has_factor and (factor := self._mean.factor()) != 1:
             reducer.multiply_gradients(self._parameters, factor, touched)
         if self._used.counts and self._mean.window.with_dummies:
             self._used.end_reduction()
@@ -370,7 +395,7 @@ class GradientSync(DDPBurst):
 
     def _shadow(self, *, leads: bool) -> None:
         """Run a reduction without a backward of this rank's own; ``leads`` as for :meth:`_finish`."""
-        self._share()
+        self._close_window()
         arrivals = self._static_graph.learn(self._collective) if self._ddp.static_graph else None
         reducer.shadow_backward(self._ddp, self._parameters, arrivals)
         self._finish(leads=leads)
@@ -389,7 +414,7 @@ class GradientSync(DDPBurst):
     def main_hook(self) -> None:
         """Run a backward that contributes only the gradients which this rank had accumulated, if any."""
         self._mean = self._means.agree()
-        if self._mean.in_forward and self._buffers is not None:
+        if self._mean.with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         if self._memory.window.is_earlier or not self._memory.window.backwards:
             self._drop()
@@ -400,7 +425,8 @@ class GradientSync(DDPBurst):
     def fulfil(self) -> None:
         """Take part in the reduction of a backward that this rank skipped, without changing its gradients.
 
-        On a dummy, this rank receives the result, since a sharded optimizer may step for all ranks.
+        On a dummy or out of data, a rank without gradients receives the result, since a sharded optimizer may step for
+        all ranks.
 
         Raises:
             ProtocolError: If other ranks ran the backward, and this rank had data or unreduced gradients.
@@ -414,7 +440,7 @@ class GradientSync(DDPBurst):
         elif self._mean is not self._means.agreed:
             self._mean = self._means.agree()
         window, gradients = memory.window, [parameter.grad for parameter in self._parameters]
-        has_data = window.backwards > 0 or not (channel.step.shadowing or channel.has_run_out)
+        has_data = window.backwards > 0 or not (channel.step.is_dummy or channel.has_run_out)
         takes_result = not has_data and have_none(self._parameters)
         if self._ddp.gradient_as_bucket_view:  # the reduction writes its result into these tensors
             gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
@@ -428,7 +454,7 @@ class GradientSync(DDPBurst):
         finally:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
-        if not has_result:  # all ranks have skipped the backward, so the gradients accumulated before stay unreduced
+        if not has_result:  # perhaps all ranks have skipped the backward, so gradients of before stay unreduced
             memory.window = window
         self._forwards.reduces_next = False
         if has_result and has_data and not channel.has_run_out:

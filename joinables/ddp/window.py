@@ -1,13 +1,13 @@
-"""Facts that outlive a block: :class:`Memory`, with the open :class:`Window` of a module and the :class:`Kept` result.
+"""Facts that outlive a block: :class:`Memory`, with the open :class:`Window` of a module and its :class:`LastResult`.
 
-The window lives in the memory from its first backward on. So a window that one block leaves open needs no hand-over to
+The window is in the memory, not in the block's adapters. So a window that one block leaves open needs no hand-over to
 the next block. The memory is not on the module, which belongs to the user, and lives as long as the module.
 
-*The last result under new gradients* (:class:`Kept`). DDP reduces the contents of ``grad``. Without ``zero_grad``,
-these include the result of the last reduction, on every rank that had data in it. The new mean must contain that result
-once. The result goes through the reduction, so ranks end alike even if only some of them have called ``zero_grad``, and
-joined ranks receive it. Each mean says how many times a rank has to count it (``Mean.times``). If this may not be once,
-the window begins with a copy of it::
+*The last result under new gradients* (:class:`LastResult`). DDP reduces the contents of ``grad``. Without
+``zero_grad``, these include the result of the last reduction, on every rank that had data in it. The new mean must
+contain that result once. The result goes through the reduction, so ranks end alike even if only some of them have
+called ``zero_grad``, and joined ranks receive it. Each mean says how many times a rank has to count it
+(``Mean.times``). If this may not be once, the window begins with a copy of it::
 
     micro-batch    copy of the last result, before the first backward of the window
                    grad = last result + own gradients, as without Join
@@ -32,7 +32,7 @@ from joinables._torch import reducer
 
 def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Return whether no parameter has a gradient, as after ``zero_grad``."""
-    for parameter in parameters:
+    for parameter in parameters:  # not by all(), whose generator costs a call for each parameter
         if parameter.grad is not None:
             break
     else:
@@ -40,7 +40,7 @@ def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
     return False
 
 
-class Kept(dict[int, torch.Tensor]):
+class LastResult(dict[int, torch.Tensor]):
     """Copy of the last result, by index of the parameter; empty if no gradient contained it, or if no copy is needed.
 
     The methods take the parameters in the reducer's order.
@@ -48,8 +48,8 @@ class Kept(dict[int, torch.Tensor]):
 
     @classmethod
     @torch.no_grad()
-    def copy_of(cls, parameters: Sequence[torch.nn.Parameter]) -> Kept:
-        """Return a copy of the gradients, which no new gradient has been added to."""
+    def copy_of(cls, parameters: Sequence[torch.nn.Parameter]) -> LastResult:
+        """Return a copy of the gradients, before a new gradient is added to them."""
         gradients = {index: p.grad for index, p in enumerate(parameters) if p.grad is not None}
         return cls(zip(gradients, reducer.copies_of(list(gradients.values())), strict=True))
 
@@ -61,7 +61,7 @@ class Kept(dict[int, torch.Tensor]):
 
     @torch.no_grad()
     def restore(self, parameters: Sequence[torch.nn.Parameter], used: torch.Tensor) -> None:
-        """Set the gradients that a reduction did not write to the last result.
+        """Put the last result back where a reduction wrote nothing.
 
         Args:
             parameters: The parameters.
@@ -75,7 +75,10 @@ class Kept(dict[int, torch.Tensor]):
 
 @dataclass(slots=True)
 class Window:
-    """The backwards since the last reduction, for example under ``no_sync``. Each reduction begins a new window.
+    """Backwards that no reduction has included, for example under ``no_sync``.
+
+    A window ends with a reduction or with ``zero_grad``. In a loop over ``Join.iterate``, it must have ended before the
+    next accumulation window begins (``Step.window``). An accumulation window may contain several of these windows.
 
     Attributes:
         backwards: The number of backwards whose gradients no reduction has included yet. The window is open if there
@@ -97,13 +100,13 @@ class Window:
     number: int = 0
     with_dummies: bool = False
     writes: Writes = field(default_factory=Writes)
-    kept: Kept = field(default_factory=Kept)
+    kept: LastResult = field(default_factory=LastResult)
 
     def was_zeroed(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether ``zero_grad`` was called since the last backward.
 
-        It sets gradients to ``None``, or writes 0 to them. Gradients of 0 do not show a call without a write, because a
-        batch may produce them.
+        It sets gradients to ``None``, or writes 0 to them. Zeros alone do not show a call, as a batch may produce
+        them. A write is needed too.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         is_written = self.writes and self.writes != writes_to(gradients)

@@ -8,6 +8,12 @@ MUTANTS = [
     # -- loops over join.iterate ---------------------------------------------------------------------------------------
     Mutant(
         "join/loop.py",
+        "            self.end_step()  # first",
+        "            self._guard.closed or self.end_step()  # first",
+        "tests/join/loop/test_state.py::test_after_an_error_that_the_body_handles_a_rank_sends_nothing",
+    ),
+    Mutant(
+        "join/loop.py",
         'if options.until == "first" or options.throw else lengths[1]',
         'if options.until == "first" else lengths[1]',
         "tests/join/loop/test_steps.py::test_the_length_of_a_loop",
@@ -44,7 +50,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/rounds.py",
-        "step.weight, step.total = 0.0 if shadowing else weight",
+        "step.weight, step.total = 0.0 if is_dummy else weight",
         "step.weight, step.total = weight",
         "tests/join/loop/test_steps.py::test_the_share_of_a_batch_in_its_window",
     ),
@@ -237,8 +243,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "return Outcome(even=False, last=not step.shadowing, shadowed=False)",
-        "return Outcome(even=False, last=not step.shadowing, shadowed=True)",
+        "return Outcome(even=False, last=not step.is_dummy, shadowed=False)",
+        "return Outcome(even=False, last=not step.is_dummy, shadowed=True)",
         "tests/join/loop/test_steps.py::test_no_state_is_copied_after_an_uneven_loop",
     ),
     Mutant(
@@ -273,7 +279,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "        if self.step.shadowing:\n",
+        "        if self.step.is_dummy:\n",
         "        if False:\n",
         "tests/join/report/test_report.py::test_loops_count_their_batches",
     ),

@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "mean.splits_kept and window.backwards == 1",
+        "mean.may_recount and window.backwards == 1",
         "False",
         "tests/joinables/ddp/test_weight.py::test_gradients_that_are_kept",
     ),
@@ -110,7 +110,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "return self._on_dummy if step.shadowing else self._with_data",
+        "return self._on_dummy if step.is_dummy else self._with_data",
         "return self._with_data",
         "tests/joinables/ddp/test_kept_gradients.py::test_a_result_that_is_kept_in_a_loop_counts_once",
     ),
@@ -140,7 +140,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "        if self.in_forward:\n            total",
+        "        if self.with_buffers:\n            total",
         "        if False:\n            total",
         "tests/joinables/ddp/test_backwards.py::test_equals_one_process",
     ),
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/parameters.py",
-        "if self._handles and not self._join.channel.step.shadowing:",
+        "if self._handles and not self._join.channel.step.is_dummy:",
         "if self._handles:",
         "tests/join/loop/test_training.py::test_what_only_dummies_used_has_no_gradient_after_a_backward_that_all_skip",
     ),
@@ -226,7 +226,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/parameters.py",
-        "            self._share(collective, [0] * len(self._parameters))",
+        "            self._share_counts(collective, [0] * len(self._parameters))",
         "            pass",
         "tests/joinables/ddp/test_exact.py::test_equals_one_process[static_graph]",
     ),
@@ -446,7 +446,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/own_collectives.py",
-        "channel.end_broken_loop()",
+        "channel.end_left_loop()",
         "pass",
         "tests/joinables/test_own_collectives.py::test_a_plain_forward_after_a_break_of_one_rank_names_the_break",
     ),
@@ -502,13 +502,13 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/metrics.py",
-        "self._channel.step.shadowing or is_empty",
-        "self._channel.step.shadowing",
+        "self._channel.step.is_dummy or is_empty",
+        "self._channel.step.is_dummy",
         "tests/joinables/metrics/test_metric.py::test_batches_without_samples_are_skipped",
     ),
     Mutant(
         "joinables/metrics.py",
-        "self._channel.step.shadowing or is_empty",
+        "self._channel.step.is_dummy or is_empty",
         "is_empty",
         "tests/joinables/metrics/test_metric.py::test_dummies_do_not_count",
     ),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from join import Join, JoinError
+from join import Join, JoinError, ProtocolError
 from join.collectives import ThreadCollective, run_threads
 from tests.join.counter import Leading, blames
 
@@ -66,6 +66,25 @@ def test_an_error_of_a_loader_ends_the_block_even_if_its_rank_handles_it(at: int
     zero, one, two = run_threads(3, run)
     assert one.startswith("JoinError: The Join block has already ended (this rank raised OSError)")
     assert blames(zero, 1, "OSError: disk") and blames(two, 1, "OSError: disk")
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_after_an_error_that_the_body_handles_a_rank_sends_nothing(timeout: float | None) -> None:
+    def run(collective: ThreadCollective) -> str:
+        sent: list[int] = []
+        with pytest.raises(JoinError) as caught, Join([Leading(collective)], timeout=timeout) as join:
+            tally = join.channel.headers.tally
+            for _ in join.iterate(range(3 * collective.rank)):
+                sent.append(tally.headers)
+                if collective.rank == 1:
+                    with suppress(ProtocolError):
+                        join.channel.guard.post_and_raise(ProtocolError("skipped"))
+        assert collective.rank == 0 or sent == [tally.headers]
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    zero, one = run_threads(2, run)
+    assert one.startswith("JoinError: The Join block has already ended (ProtocolError: skipped)")
+    assert blames(zero, 1, "ProtocolError: skipped")
 
 
 def test_a_dummy_that_cannot_be_made_and_a_rank_that_handles_it() -> None:

@@ -383,7 +383,7 @@ class Join:
                 "join.mean was called outside a loop over join.iterate, but ranks without data would not call it. Loop"
                 " over join.iterate(loader), or list a joinables.Mean in the block and read it after the block. [J686]"
             )
-        return mean_over_ranks(self._collective, value, step.weight if weight is None or step.shadowing else weight)
+        return mean_over_ranks(self._collective, value, step.weight if weight is None or step.is_dummy else weight)
 
     @property
     def _step(self) -> Step:

@@ -53,11 +53,11 @@ class Shares(Sampler[int]):
     """Has the same numbers of samples on both ranks, until the second begins to have fewer."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks, self.fewer = rank, ranks, False
+        self.rank, self.num_replicas, self.fewer = rank, ranks, False
 
     def __iter__(self) -> Iterator[int]:
         blocks = [range(12)] if self.fewer else [range(12), range(12, 24)]
-        size = 12 // self.ranks
+        size = 12 // self.num_replicas
         for block in blocks if self.rank == 0 or not self.fewer else ():
             yield from block[:6] if self.fewer else block[self.rank * size : (self.rank + 1) * size]
 

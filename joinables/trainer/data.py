@@ -347,7 +347,8 @@ def gather_on_first(collective: Collective, outputs: list[Any]) -> list[list[Any
     """Return the outputs of each rank on rank 0, and an empty list for each rank on the others.
 
     The other ranks send pieces of about 4 MiB in turn, and free each piece before the next. So memory holds little
-    more than all outputs once. One broadcast of an object for each piece, and an empty one at the end of each rank.
+    more than all outputs once. The last outputs are sent first, since freed memory at the end of the heap returns to
+    the system. One broadcast of an object for each piece, and an empty one at the end of each rank.
     """
     gathered, waiting = [outputs if collective.rank == 0 else []], deque[Any]()
     if collective.rank != 0:
@@ -357,14 +358,15 @@ def gather_on_first(collective: Collective, outputs: list[Any]) -> list[list[Any
         gathered.append([])
         while piece := collective.broadcast_object(_piece(waiting) if collective.rank == source else None, source):
             gathered[-1] += piece if collective.rank == 0 else ()
+        gathered[-1].reverse()
     return gathered
 
 
 def _piece(waiting: deque[Any]) -> list[Any]:
-    """Remove the first outputs, up to the size of a piece or one more, and return them."""
+    """Remove the last outputs, up to the size of a piece or one more, and return them."""
     piece, room = list[Any](), _PIECE
     while waiting and room > 0:
-        piece.append(waiting.popleft())
+        piece.append(waiting.pop())
         room -= sum(map(sys.getsizeof, pytree.tree_leaves(piece[-1])))
         room -= sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(piece[-1]))
     return piece

@@ -211,10 +211,10 @@ class Launcher:
             if not forks and _needs_fork((fn, args, settings.capture()), folder / "call"):
                 if dist.is_initialized() or self._uses_gpu:
                     raise LaunchError(
-                        "The call uses functions or classes of a notebook, an interactive session, python -c or stdin,"
-                        " which only forked processes have, and this process has used its GPU or has a process group,"
-                        " so it cannot be forked. Restart it, and launch before anything else, as strategy='ddp_fork'"
-                        " of a Trainer requires too; or move the definitions into a file and import them. [J620]"
+                        "The call uses functions or classes of a notebook, a prompt, python -c or stdin, which only"
+                        " forked processes have. This process has used its GPU or has a process group, so it cannot be"
+                        " forked. Restart it and launch first, as strategy='ddp_fork' of a Trainer requires, too. Or"
+                        " move the definitions into a file, and import them. [J620]"
                     )
                 # This process may have computed on several threads, and a fork of it has none of them.
                 forks, threads = True, 1
@@ -427,8 +427,7 @@ _Failure: TypeAlias = tuple[int, int, BaseException, str]
 def _needs_fork(call: Any, path: Path) -> bool:
     """Write the call for processes that are not forked, and return whether only forked processes can run it.
 
-    Other processes cannot import what is defined in a session: a notebook, the prompt of Python, ``python -c`` or
-    stdin.
+    Other processes cannot import definitions of a session: a notebook, the prompt of Python, ``python -c`` or stdin.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -468,7 +467,7 @@ def _watch(workers: Sequence[BaseProcess], folder: Path) -> list[_Failure]:
     while running and (deadline is None or time.monotonic() < deadline):
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         ended = [running.pop(sentinel) for sentinel in connection.wait(running, left) if isinstance(sentinel, int)]
-        # A worker leaves its report before it ends, so the reports of all ended workers are there.
+        # A worker leaves its report before it ends, so the reports of all ended workers exist.
         for rank in sorted(silent):
             if (report := folder / f"report-{rank}").exists():
                 silent.remove(rank)

@@ -316,7 +316,7 @@ class Trainer(TrainerState):
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process among those of its machine, in a run."""
+        """Rank of this process on its machine, in a run."""
         environment = launcher_of(self.world_size) if self.strategy.is_distributed else None
         return self.global_rank if environment is None else environment.place.local_rank
 
@@ -461,7 +461,7 @@ def _work(
             if isinstance(run, Fit):
                 run.start(**loaders)
                 run.run()
-                # On the CPU, since what the next fit resumes from is not to take memory of the device until then.
+                # On the CPU, since the trainer keeps the snapshot until the next fit.
                 state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, run.snapshots.take())
             else:
                 if task.saved is not None:

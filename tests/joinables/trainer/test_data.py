@@ -244,7 +244,7 @@ def order_of(seed: int | None = None, torch_seed: int = 0, generator: torch.Gene
     seen: list[float] = []
     torch.manual_seed(torch_seed)
     module = Classifier()
-    module.on_train_batch_start = lambda batch, _: seen.extend(batch[0][:, 0].tolist())
+    module.on_train_batch_start = lambda batch, batch_idx: seen.extend(batch[0][:, 0].tolist())
     torch.manual_seed(torch_seed)
     Trainer(accelerator="cpu", seed=seed).fit(module, loader(shuffle=True, generator=generator))
     return seen

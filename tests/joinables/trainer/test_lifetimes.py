@@ -170,6 +170,21 @@ def test_a_fit_goes_on_with_another_batch_size(pool: Pool, sizes: tuple[int, int
     assert sorted(seen) == sorted(dataset().tensors[0].tolist())
 
 
+def test_a_shuffled_fit_without_a_seed_goes_on_in_its_order(tmp_path: Any) -> None:
+    """It resumes in the second epoch, in a process whose generator is in another state."""
+
+    def fit(state: int, steps: int, path: Any = None) -> tuple[list[Any], Any]:
+        module = Sees()
+        torch.manual_seed(state)
+        keeper = ModelCheckpoint(tmp_path, "file")
+        Trainer(max_steps=steps, callbacks=keeper).fit(module, loader(40, 4, shuffle=True), ckpt_path=path)
+        return module.seen, keeper.best_model_path
+
+    whole, _ = fit(1, 17)
+    begun, path = fit(1, 13)
+    assert begun + fit(2, 17, path)[0] == whole != fit(2, 17)[0]
+
+
 def test_another_module_has_no_report_yet() -> None:
     run = trainer()
     run.fit(Classifier(), loader(12))

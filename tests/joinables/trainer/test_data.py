@@ -181,7 +181,7 @@ def test_own_samplers_are_shared(name: str) -> None:
         assert [parts[step % 4][step // 4] for step in range(len(whole))] == whole
         assert sum(map(len, parts)) == len(whole)
         epochs.append(whole)
-    assert epochs[0] != epochs[1] or name == "batches"
+    assert epochs[0][:2] != epochs[1][:2] or name == "batches"
 
 
 def shared(rank: int, name: str, size: int) -> Any:

@@ -109,6 +109,7 @@ def sets_up(rank: int, ranks: int) -> Any:
 def test_parts_that_setup_adds_are_trained(pool: Pool) -> None:
     """Of three ranks, the last has no data, and the first prepares it."""
     expected, _ = sets_up(0, 1)
+    assert any("body.4." in name for name in expected)
     for rank, (state, prepared) in enumerate(pool.run(sets_up, 2, ranks=3)):
         assert_same(state, expected, TOLERANCE)
         assert prepared == (rank == 0)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -161,9 +162,16 @@ def test_no_store_before_the_last_is_forked(monkeypatch: pytest.MonkeyPatch) -> 
     assert told == ["bind", "start", "start", "start", "store"]
 
 
+def is_mapped(name: str) -> bool:
+    return re.search(rf"/joinables-.*/{name}\b", Path("/proc/self/maps").read_text()) is not None
+
+
 def large(argument: torch.Tensor) -> Any:
-    met = ranks_met(10.0, [argument, None])
-    return met, argument + 1, {f"key {number}": [number, str(number)] for number in range(10_000)}
+    assert is_mapped("call")
+    met = ranks_met(10.0, [argument.clone(), None])
+    argument += 1  # in this process only
+    dist.barrier()
+    return met, argument, {f"key {number}": [number, str(number)] for number in range(10_000)}
 
 
 def test_large_result_of_spawned_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +183,7 @@ def test_large_result_of_spawned_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     met, tensor, entries = local(2, "spawn").launch(large, argument)
     check_met(met, argument)
     assert torch.equal(tensor, argument + 1)
+    assert is_mapped("result")
     assert not argument.is_shared()
     assert len(entries) == 10_000
     assert entries["key 9999"] == [9999, "9999"]

@@ -137,7 +137,7 @@ def _part_of(run: Run, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None
         raise ValueError(
             f"{before} ranks wrote the checkpoint in the middle of an epoch, and {ranks} ranks cannot share the rest of"
             f" it. Resume with {before} ranks, or from a checkpoint of the end of an epoch. To resume with a"
-            " different number of ranks, train with a DataLoader without a sampler. [J203]"
+            " different number of ranks, train with a DataLoader whose samples the trainer distributes. [J203]"
         )
     metrics = MetricStore()
     for part in parts[rank::ranks]:

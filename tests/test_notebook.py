@@ -33,22 +33,66 @@ print(nbformat.writes(notebook))
 """
 
 
-@pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: pip install joinables[test]")
-@at_night
-def test_the_notebook_shows_what_is_stored_in_it(short_path: Path) -> None:
+needs_jupyter = pytest.mark.skipif(
+    bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: pip install joinables[test]"
+)
+
+
+def executed(notebook: Path, folder: Path) -> Any:
+    """The notebook as it is after all its cells have run."""
     folders = "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"
     result = subprocess.run(
-        [sys.executable, "-c", RUN, str(NOTEBOOK), str(short_path / "kernel.json")],
+        [sys.executable, "-c", RUN, str(notebook), str(folder / "kernel.json")],
         capture_output=True,
         text=True,
         timeout=200,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **{name: str(short_path / name) for name in folders}},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **{name: str(folder / name) for name in folders}},
         check=False,
     )
     assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+REGRESSION = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from joinables.trainer import Trainer, TrainModule
+x = torch.randn(1000, 1000)
+(x @ x).sum()  # on all threads
+class Regression(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0]) - batch[1]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+x = torch.randn(44, 2)
+rows = TensorDataset(x, x.sum(1, keepdim=True))
+data = DataLoader(rows, 4, shuffle=True, collate_fn=lambda rows: [torch.stack(part) for part in zip(*rows)])
+module, trainer = Regression(), Trainer(devices=3, accelerator="cpu", max_epochs=30)
+trainer.fit(module, data)
+print(trainer.global_step, [round(weight, 2) for weight in module.net.weight.flatten().tolist()])
+"""
+
+
+@needs_jupyter
+@at_night
+def test_a_trainer_in_a_notebook(short_path: Path) -> None:
+    cell = {"cell_type": "code", "source": REGRESSION, "metadata": {}, "outputs": [], "execution_count": None}
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    path = short_path / "regression.ipynb"
+    path.write_text(json.dumps({"cells": [cell], "metadata": kernel, "nbformat": 4, "nbformat_minor": 4}))
+    [output] = executed(path, short_path)["cells"][0]["outputs"]
+    assert "".join(output["text"]) == "120 [1.0, 1.0]\n"
+
+
+@needs_jupyter
+@at_night
+def test_the_notebook_shows_what_is_stored_in_it(short_path: Path) -> None:
     stored = shown(json.loads(NOTEBOOK.read_text()))
-    assert shown(json.loads(result.stdout)) == stored
+    assert shown(executed(NOTEBOOK, short_path)) == stored
     assert "a picture" in stored
     (report,) = [text for text in stored if text.startswith("rank ")]
     for row in ("0 30 0", "1 12 18", "2 0 30"):  # rank, steps, shadowed

@@ -32,10 +32,14 @@ _LOOPBACK = "127.0.0.1"
 _LONGEST_PAUSE = 0.05  # seconds, before rank 0 looks again
 
 
-def local_store() -> dist.TCPStore:
-    """Return a new store for processes of this machine, on a free port of 127.0.0.1."""
+def local_store(listening: socket.socket | None = None) -> dist.TCPStore:
+    """Return a new store for processes of this machine, on a free port of 127.0.0.1.
+
+    Args:
+        listening: A socket that listens on such a port, which the store takes over; by default a new one.
+    """
     # Without this socket, the store would listen on all interfaces.
-    listening = socket.create_server((_LOOPBACK, 0))
+    listening = listening or socket.create_server((_LOOPBACK, 0))
     port, file = listening.getsockname()[1], listening.detach()
     return dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 

@@ -32,6 +32,13 @@ def accelerator_of(name: str) -> str:
     return types[name]
 
 
+def release(module: torch.nn.Module, device: torch.device) -> None:
+    """Move a module from an accelerator to the CPU, and free the memory that torch keeps for later on the device."""
+    if device.type != "cpu":
+        module.cpu()
+        getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
+
+
 def used_accelerator() -> Any:
     """Return torch's module of the accelerator, such as ``torch.cuda``, or ``None`` if this process has not used it."""
     device = torch.accelerator.current_accelerator()

@@ -10,8 +10,8 @@ data and tensors::
     scaler                       of 16-mixed precision, or empty
     callbacks                    by state_key
     metrics                      the latest value of each
-    ranks                        a list, by rank: batches trained on in the current epoch, its metrics so far, random
-                                 numbers
+    ranks                        a list, by rank: batches trained on in the current epoch, the seed of its order, its
+                                 metrics so far, random numbers
 
 An epoch counts as completed after its validation and the steps of its schedulers. A fit that resumes from an earlier
 snapshot of the epoch skips all batches and validates again.
@@ -125,6 +125,8 @@ def _part_of(run: Run, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None
     first, sampler = parts[0], run.position.sampler
     if sampler is not None:
         sampler.start = first["start"] or 0
+        if first.get("seed") is not None:  # an older version wrote none
+            sampler.seed = first["seed"]
     if before == ranks and (sampler is None or first["used"] in (None, sampler.used(first["batches"]))):
         return parts[rank]
     if not any(part["batches"] or part["start"] for part in parts):
@@ -135,7 +137,7 @@ def _part_of(run: Run, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None
         raise ValueError(
             f"{before} ranks wrote the checkpoint in the middle of an epoch, and {ranks} ranks cannot share the rest of"
             f" it. Resume with {before} ranks, or from a checkpoint of the end of an epoch. To resume with a"
-            " different number of ranks, train with a DataLoader without a sampler. [J203]"
+            " different number of ranks, train with a DataLoader whose samples the trainer distributes. [J203]"
         )
     metrics = MetricStore()
     for part in parts[rank::ranks]:

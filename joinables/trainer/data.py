@@ -7,6 +7,10 @@ data set. No sample is repeated or dropped to make ranks even: ``Join`` takes ca
 
 from __future__ import annotations
 
+import sys
+import warnings
+import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,9 +20,12 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from typing_extensions import override
 
+from join.batch import tensors_in
 from join.collectives import Collective
+from join.collectives._torch_private import pytree
 from join.read_ahead import length_of
 from joinables._torch.objects import with_parts
+from joinables.trainer import rng
 
 
 class UnevenDistributedSampler(Sampler[int]):
@@ -70,9 +77,9 @@ class UnevenDistributedSampler(Sampler[int]):
         Raises:
             ValueError: If ``start`` is negative, or larger than the data set.
         """
-        if not 0 <= start <= (total := len(self.dataset)):
+        if start and not 0 <= start <= self.total():
             raise ValueError(
-                f"{start=} is not a number of samples of this data set. Pass a number from 0 to {total}. [J235]"
+                f"{start=} is not a number of samples of this data set. Pass a number from 0 to {self.total()}. [J235]"
             )
         self.epoch, self.start = epoch, start
 
@@ -82,30 +89,83 @@ class UnevenDistributedSampler(Sampler[int]):
         Args:
             steps: The number of batches since ``start`` on rank 0, which has most. Other ranks may have had fewer.
         """
-        return min(self.start + steps * self.num_replicas * self.block_size, len(self.dataset))
+        return min(self.start + steps * self.num_replicas * self.block_size, self.total())
+
+    def total(self) -> int:
+        """Return the number of the epoch's samples."""
+        return len(self.dataset)
 
     @override
     def __iter__(self) -> Iterator[int]:
-        order: Sequence[int] = range(len(self.dataset))
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = cast("list[int]", torch.randperm(len(self.dataset), generator=generator, device="cpu").tolist())
-        block = self.block_size
-        for first in range(self.start + self.rank * block, len(self.dataset), self.num_replicas * block):
+        order, block = self.order(), self.block_size
+        for first in range(self.start + self.rank * block, len(order), self.num_replicas * block):
             yield from order[first : first + block]
 
+    def order(self) -> Sequence[Any]:
+        """Return the indices of the epoch in the order of a single process."""
+        if not self.shuffle:
+            return range(len(self.dataset))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return cast("list[int]", torch.randperm(len(self.dataset), generator=generator, device="cpu").tolist())
+
     def __len__(self) -> int:
-        rounds, rest = divmod(len(self.dataset) - self.start, self.num_replicas * self.block_size)
+        rounds, rest = divmod(self.total() - self.start, self.num_replicas * self.block_size)
         return rounds * self.block_size + min(max(rest - self.rank * self.block_size, 0), self.block_size)
+
+
+class Shared(UnevenDistributedSampler):
+    """Sampler that distributes the elements of another sampler over the ranks: indices, or batches of indices.
+
+    All ranks draw the same elements, since their generators start from the same seed in each epoch.
+
+    Args:
+        sampler: The other sampler.
+        ranks: The number of ranks.
+        rank: The number of this rank.
+        seed: The seed, together with the epoch.
+        block_size: The number of consecutive elements that go to one rank.
+    """
+
+    def __init__(self, sampler: Any, ranks: int, rank: int, seed: int, block_size: int = 1) -> None:
+        super().__init__(sampler, ranks, rank, seed=seed, block_size=block_size)
+        self._drawn: list[Any] | None = None  # the elements of the next iteration, if they had to be counted before
+        self._total: int | None = None  # a sampler may yield more or fewer elements than its length says
+
+    @override
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        self._drawn = self._total = None
+        for sampler in _nested(self.dataset):
+            if callable(method := getattr(sampler, "set_epoch", None)):
+                method(epoch)
+        super().set_epoch(epoch, start)
+
+    @override
+    def total(self) -> int:
+        if self._total is None:
+            self._drawn = self.order()
+        return cast("int", self._total)
+
+    @override
+    def order(self) -> list[Any]:
+        drawn, self._drawn = self._drawn, None
+        if drawn is None:
+            seed = self.seed + self.epoch
+            with rng.seeded(seed):
+                if (generator := _generator_of(self.dataset)) is not None:
+                    generator.manual_seed(seed)
+                drawn = list(cast("Any", self.dataset))
+            self._total = len(drawn)
+        return drawn
 
 
 def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: bool | None = None) -> Any:
     """Return the loader of one rank.
 
-    A ``DataLoader`` without a sampler becomes a loader of the rank's part of the data set. Other loaders are returned
-    as they are: a loader with a sampler of its own, a loader over an ``IterableDataset``, and an object that is not a
-    ``DataLoader``. They distribute their data themselves, or every rank sees all of it. A loader of a subclass is
-    copied with all its attributes; the passed loader does not change.
+    A ``DataLoader`` becomes a loader of the rank's part of the data set, or of the rank's part of the indices or
+    batches that its own sampler yields. Other loaders are returned as they are: a loader whose sampler has
+    ``num_replicas`` or no length, a loader over an ``IterableDataset``, and an object that is not a ``DataLoader``.
+    They distribute their data themselves, or every rank sees all of it. A loader of a subclass is copied with all its
+    attributes; the passed loader does not change.
 
     Args:
         loader: The loader of the whole data set.
@@ -114,28 +174,101 @@ def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: b
         seed: The seed of the order.
         shuffle: Whether the order changes with the epoch; by default as the loader does.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return cast("Any", loader)
-    whole = cast("Any", loader)
-    batches, order = whole.batch_sampler, getattr(whole.batch_sampler, "sampler", whole.sampler)
-    is_default_order = type(order) is SequentialSampler or (
-        type(order) is RandomSampler and not order.replacement and order.num_samples == len(whole.dataset)
-    )
-    if type(batches) not in (BatchSampler, type(None)) or not is_default_order:  # DataLoader itself makes no others
-        return whole
+    source: Any = _source_of(loader)
+    if length_of(source) is None or _distributes(source):
+        return loader
+    batches = loader.batch_sampler
+    if source is batches:
+        return with_parts(loader, batch_sampler=Shared(source, world_size, rank, seed))
     block_size = 1 if batches is None else batches.batch_size
-    shuffles = type(order) is RandomSampler if shuffle is None else shuffle
-    sampler = UnevenDistributedSampler(whole.dataset, world_size, rank, shuffles, seed, block_size)
+    if _is_default(source, loader):
+        shuffles = type(source) is RandomSampler if shuffle is None else shuffle
+        sampler = UnevenDistributedSampler(loader.dataset, world_size, rank, shuffles, seed, block_size)
+    else:
+        sampler = Shared(source, world_size, rank, seed, block_size)
     parts: dict[str, Any] = {"sampler": sampler}
     if batches is not None:
         parts["batch_sampler"] = BatchSampler(sampler, block_size, batches.drop_last)
-    return with_parts(whole, **parts)
+    return with_parts(loader, **parts)
+
+
+def share(loader: Any, collective: Collective, seed: int, *, shuffle: bool | None = None) -> Any:
+    """Return the loader of this rank, as :func:`distribute` does; called on all ranks.
+
+    A sampler of the user that yields different elements on each rank distributes them itself, so its loader stays as it
+    is. One object all-gather if the user's sampler is distributed over several ranks.
+    """
+    part, problem = distribute(loader, collective.rank, collective.world_size, seed, shuffle=shuffle), ""
+    if collective.world_size > 1 and isinstance(sampler := sampler_of(part), Shared):
+        seen = zlib.crc32(repr(sampler.order()[:1000]).encode())
+        if len(set(collective.all_gather_object(seen, plain=True))) > 1:
+            part, problem = loader, "yields different indices on each rank. If it should yield the same, seed it alike"
+    elif collective.world_size > 1 and part is loader and not _distributes(source := _source_of(loader)):
+        problem = "" if source is None else "has no length. If the trainer should distribute its samples, add __len__"
+    if problem and collective.rank == 0:
+        warnings.warn(
+            f"Every rank reads all samples that the {type(_source_of(loader)).__name__} of a loader yields there, since"
+            f" it {problem}. If it distributes samples itself, write in its __init__:"
+            " self.num_replicas = torch.distributed.get_world_size()",
+            stacklevel=2,
+        )
+    return part
 
 
 def sampler_of(loader: Any) -> UnevenDistributedSampler | None:
     """Return the sampler that :func:`distribute` made for a loader; ``None`` if it made none."""
-    sampler = getattr(loader, "sampler", None)
-    return sampler if type(sampler) is UnevenDistributedSampler else None
+    source: Any = _source_of(loader)
+    return source if type(source) in (UnevenDistributedSampler, Shared) else None
+
+
+def order_seed(loader: Any, seed: int | None) -> int:
+    """Return the seed of the order in which a fit goes through ``loader``.
+
+    It is drawn from the loader's ``generator``, if it has one. Otherwise it is ``seed``, or drawn from torch's
+    generator. Nothing is drawn if the loader does not shuffle.
+    """
+    source: Any = _source_of(loader)
+    generator = None if source is None else _generator_of(source) or loader.generator
+    if generator is None and (seed is not None or source is None or type(source) is SequentialSampler):
+        return seed or 0
+    device = "cpu" if generator is None else generator.device
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
+
+
+def _source_of(loader: Any) -> Any:
+    """Return the sampler whose elements are distributed: a batch sampler of the user, or the sampler of the indices.
+
+    It is ``None`` for an ``IterableDataset``, and for an object that is not a ``DataLoader``.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    whole = cast("Any", loader)
+    batches = whole.batch_sampler
+    if batches is None:
+        return whole.sampler
+    return batches.sampler if type(batches) is BatchSampler else batches  # DataLoader itself makes no others
+
+
+def _nested(sampler: Any) -> tuple[Any, Any]:
+    """Return a sampler, and the sampler that it takes its indices from."""
+    return sampler, getattr(sampler, "sampler", None)
+
+
+def _distributes(sampler: Any) -> bool:
+    """Return whether a sampler distributes its elements itself, as a ``DistributedSampler`` does."""
+    return any(hasattr(each, "num_replicas") for each in _nested(sampler))
+
+
+def _generator_of(sampler: Any) -> torch.Generator | None:
+    generators = (getattr(each, "generator", None) for each in _nested(sampler))
+    return next((generator for generator in generators if isinstance(generator, torch.Generator)), None)
+
+
+def _is_default(sampler: Any, loader: Any) -> bool:
+    """Return whether a sampler yields each index of the loader's data set once, in order or shuffled."""
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(loader.dataset)
+    return type(sampler) is SequentialSampler
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -203,3 +336,37 @@ def _sizes(loader: Any) -> tuple[int, int] | None:
         return None
     rest = len(cast("Sized", batches.sampler)) % batches.batch_size
     return batches.batch_size, batches.batch_size if batches.drop_last or rest == 0 else rest
+
+
+# -- outputs of a prediction ------------------------------------------------------------------------------------------
+
+_PIECE = 4 * 2**20  # bytes
+
+
+def gather_on_first(collective: Collective, outputs: list[Any]) -> list[list[Any]]:
+    """Return the outputs of each rank on rank 0, and an empty list for each rank on the others.
+
+    The other ranks send pieces of about 4 MiB in turn, and free each piece before the next. So memory holds little
+    more than all outputs once. The last outputs are sent first, since freed memory at the end of the heap returns to
+    the system. One broadcast of an object for each piece, and an empty one at the end of each rank.
+    """
+    gathered, waiting = [outputs if collective.rank == 0 else []], deque[Any]()
+    if collective.rank != 0:
+        waiting.extend(outputs)
+        outputs.clear()
+    for source in range(1, collective.world_size):
+        gathered.append([])
+        while piece := collective.broadcast_object(_piece(waiting) if collective.rank == source else None, source):
+            gathered[-1] += piece if collective.rank == 0 else ()
+        gathered[-1].reverse()
+    return gathered
+
+
+def _piece(waiting: deque[Any]) -> list[Any]:
+    """Remove the last outputs, up to the size of a piece or one more, and return them."""
+    piece, room = list[Any](), _PIECE
+    while waiting and room > 0:
+        piece.append(waiting.pop())
+        room -= sum(map(sys.getsizeof, pytree.tree_leaves(piece[-1])))
+        room -= sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(piece[-1]))
+    return piece

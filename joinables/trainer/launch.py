@@ -4,18 +4,18 @@ If the launcher starts the processes, the parent and each worker share the work 
 
     parent                                      worker
     pickles fn and args into a file
-    starts the workers
-    serves a store, sends its port              waits for the port; reads the file
-    waits until the processes end               meets the others; rank 0 removes the file
-                                                makes the process group
+    binds a port, and starts the workers        maps the file
+    serves a store at that port                 meets the others; rank 0 removes the file
+    waits until the processes end               makes the process group
                                                 runs fn
                                                 puts "done" into the store; waits a while for the other ranks
                                                 takes the group down, unless fn raised, or did so itself
-                                                writes its result (rank 0) or its exception into a file
-                                                one message: its rank, and whether it returned
-    reads the message of each ended worker      ends
+                                                rank 0 writes its result into a file
+                                                rank 0 puts one tuple into the queue, with the name of that file
+                                                leaves a report: that fn returned, or its exception
+    reads the reports                           ends
     ends the others after a failure
-    reads the file
+    gets the tuple, once; maps the file
 
 A process that torchrun, SLURM or MPI has started does the middle part of the worker, and keeps the result or the
 exception of ``fn`` for itself.
@@ -23,9 +23,11 @@ exception of ``fn`` for itself.
 These launchers describe the rank of a process and the address of the store in environment variables. The variables are
 read, never set.
 
-Everything that may be long goes through a file. So no pipe can be full while its reader waits for the writer to end. A
-message is either complete or missing if its writer is killed. If the disk is full, a failure is shortened and goes
-through the pipe.
+Everything that may be long goes through a file. The tuple in the queue is shorter than ``PIPE_BUF``, so no pipe can be
+full while its reader waits for the writer to end. A report is complete or missing if its writer is killed. Space for a
+short report is reserved before the workers start, so a failure can be reported, shortened, even if the disk is full.
+
+Files are mapped and not copied: all workers share the tensors of the call in memory until they change them.
 
 Sources: "torchrun (Elastic Launch)" in PyTorch's documentation; "OUTPUT ENVIRONMENT VARIABLES" in srun(1);
 "Environment variables set for MPI applications" in Open MPI's documentation. Hydra's variables are those that MPICH and
@@ -34,11 +36,13 @@ Intel MPI set.
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import pickle
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -64,6 +68,7 @@ from join.collectives.store import fresh_store, job_of, local_store
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import add_note, described
 from join.files import replacing, save, temporary_folder
+from joinables.trainer import settings
 from joinables.trainer.accelerator import used_accelerator
 
 StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
@@ -71,6 +76,7 @@ StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
 _T = TypeVar("_T")
 
 _LOOPBACK = "127.0.0.1"  # the address of this machine, which all started processes share
+_SPARE = 4096  # bytes that are reserved for the report of each rank
 
 
 class LaunchError(RuntimeError):
@@ -164,7 +170,8 @@ class Launcher:
 
         Args:
             fn: The function. It is importable, unless processes are forked or a launcher started them.
-            args: The arguments. They are pickled as they are; tensors are copied, not shared.
+            args: The arguments. They are pickled as they are. Workers share the memory of the tensors, each until
+                it changes them.
 
         Returns:
             The result of ``fn`` on rank 0. Its tensors are on the CPU if it comes from a process started here.
@@ -179,38 +186,57 @@ class Launcher:
                 several ranks failed, it is the exception that caused the others, of the lowest such rank.
         """
         environment = self._environment
-        if environment is not None:
-            place = environment.place
-            store = fresh_store(environment.store(), place.rank, place.world_size)
-            return _as_rank(place, store, self._options, fn, args)
-        forks = self._start_method == "fork"
+        if environment is None:
+            return self._start(fn, args)
+        place = environment.place
+        store = fresh_store(environment.store(), place.rank, place.world_size)
+        return _as_rank(place, store, self._options, fn, args)
+
+    def _start(self, fn: Callable[..., _T], args: tuple[Any, ...]) -> _T:
+        """Run ``fn(*args)`` in processes that are started for it."""
+        forks, ranks = self._start_method == "fork", self._world_size
         if forks and dist.is_initialized():
             raise LaunchError(
                 "start_method='fork' would copy the process group of this process. Destroy the group first, or pass"
                 " start_method='spawn'. [J224]"
             )
-        if forks and self._options["backend"] != "gloo" and used_accelerator() is not None:
+        if forks and self._uses_gpu:
             raise LaunchError(
                 "This process has used its GPU, so processes that start_method='fork' starts cannot use it. Pass"
                 " start_method='spawn', or do not use the GPU before the launch. [J500]"
             )
-        with temporary_folder() as folder:
-            if not forks:
-                # torch.multiprocessing would have the workers share the tensors of this process.
-                write((fn, args), Path(folder, "call"))
-            context = multiprocessing.get_context(self._start_method)
-            ranks = self._world_size
-            threads = min(torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // ranks))
-            call = (fn, args) if forks else None
-            queues = context.SimpleQueue(), context.SimpleQueue()
-            job = _Job(ranks, self._options, threads, Path(folder), *queues, call)
-            failures = _run(job, self._start_method)
+        threads = min(torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // ranks))
+        with temporary_folder() as name, socket.create_server((_LOOPBACK, 0)) as listening:
+            folder = Path(name)
+            if not forks and _needs_fork((fn, args, settings.capture()), folder / "call"):
+                if dist.is_initialized() or self._uses_gpu:
+                    raise LaunchError(
+                        "The call uses functions or classes of a notebook, a prompt, python -c or stdin, which only"
+                        " forked processes have. This process has used its GPU or has a process group, so it cannot be"
+                        " forked. Restart it and launch first, as strategy='ddp_fork' of a Trainer requires, too. Or"
+                        " move the definitions into a file, and import them. [J620]"
+                    )
+                # This process may have computed on several threads, and a fork of it has none of them.
+                forks, threads = True, 1
+            for rank in range(ranks):
+                (folder / f"spare-{rank}").write_bytes(bytes(_SPARE))
+            start_method = "fork" if forks else self._start_method
+            results = multiprocessing.get_context(start_method).SimpleQueue()
+            call = (fn, args, listening) if forks else None
+            job = _Job(ranks, self._options, threads, folder, results, listening.getsockname()[1], call)
+            failures = _run(job, start_method, listening)
             if failures:
                 (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
                 if others:
                     add_note(error, "; ".join(f"rank {rank} failed too: {text[:200]}" for _, rank, _, text in others))
                 raise error
-            return torch.load(Path(folder, "result"), map_location="cpu", weights_only=False)
+            (result,) = results.get()
+            return torch.load(folder / result, map_location="cpu", weights_only=False, mmap=True)
+
+    @property
+    def _uses_gpu(self) -> bool:
+        """Whether the ranks use GPUs, and this process has used its own."""
+        return self._options["backend"] != "gloo" and used_accelerator() is not None
 
 
 @dataclass(frozen=True)
@@ -219,20 +245,20 @@ class _Job:
 
     Attributes:
         options: The options of the process group.
-        ports: The port of the store, once for each worker. The store is served only after all workers are forked: a
-            fork copies locks as they are, and the store's thread takes a lock of the C library at each connection.
-        messages: One message from each worker: its rank, and ``None`` if ``fn`` has returned. If ``fn`` has failed, the
-            message has empty bytes if the failure is in a file, and otherwise the shortened failure.
-        call: ``fn`` and its arguments, for forked workers. Others read them from the file ``call`` in ``folder``.
+        results: The queue into which rank 0 puts one tuple: the name of the file with the result of ``fn``.
+        port: The port of the store. The store is served only after all workers are forked: a fork copies locks as they
+            are, and the store's thread takes a lock of the C library at each connection. Until then, connections wait.
+        call: ``fn``, its arguments and the socket of the port, for forked workers. Others read them from the file
+            ``call`` in ``folder``, with the settings of the parent.
     """
 
     world_size: int
     options: dict[str, Any]
     threads: int
     folder: Path
-    ports: Any
-    messages: Any
-    call: tuple[Callable[..., Any], tuple[Any, ...]] | None
+    results: Any
+    port: int
+    call: tuple[Callable[..., Any], tuple[Any, ...], socket.socket] | None
 
 
 # -- processes that a launcher has started ----------------------------------------------------------------------------
@@ -398,41 +424,58 @@ _Failure: TypeAlias = tuple[int, int, BaseException, str]
 """The failure of a rank: blame, rank, exception, text. Failures with the lowest blame caused the others."""
 
 
-def _run(job: _Job, start_method: StartMethod) -> list[_Failure]:
+def _needs_fork(call: Any, path: Path) -> bool:
+    """Write the call for processes that are not forked, and return whether only forked processes can run it.
+
+    Other processes cannot import definitions of a session: a notebook, the prompt of Python, ``python -c`` or stdin.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    is_session = getattr(main, "__spec__", None) is None and file in (None, "<stdin>")
+    try:
+        write(call, path)
+    except NotPicklable:
+        if is_session:
+            return True
+        raise
+    if not is_session or file:  # a process that is not forked would look for a file of the name "<stdin>"
+        return is_session
+    with open(path, "rb") as written, mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        return text.find(b"c__main__\n") >= 0  # as pickle writes the module of a function or class
+
+
+def _run(job: _Job, start_method: StartMethod, listening: socket.socket) -> list[_Failure]:
     """Start the workers, wait until all have ended, and return their failures; no worker is left running."""
     before = set(multiprocessing.active_children())
     try:
         start = cast("Any", torch.multiprocessing).start_processes
         started = start(_work, (job,), job.world_size, join=False, start_method=start_method)
-        store = local_store()
+        store = local_store(listening)
         try:
-            for _ in range(job.world_size):
-                job.ports.put(store.port)
-            return _watch(started.processes, job)
+            return _watch(started.processes, job.folder)
         finally:
             del store  # an exception that passes here keeps this frame, and with it the socket
     finally:
         _end(set(multiprocessing.active_children()) - before)
 
 
-def _watch(workers: Sequence[BaseProcess], job: _Job) -> list[_Failure]:
+def _watch(workers: Sequence[BaseProcess], folder: Path) -> list[_Failure]:
     """Wait until all workers have ended, or for a while after the first failure, and return the failures."""
     running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     failures: list[_Failure] = []
-    reported, deadline = set[int](), None
+    silent, deadline = set(range(len(workers))), None  # the ranks that have not left a report
     while running and (deadline is None or time.monotonic() < deadline):
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         ended = [running.pop(sentinel) for sentinel in connection.wait(running, left) if isinstance(sentinel, int)]
-        # A worker sends its message before it ends, so the messages of all ended workers have arrived.
-        while not job.messages.empty():
-            rank, failure = job.messages.get()
-            reported.add(rank)
-            if failure is not None:
-                failures.append(_failure(rank, failure or (job.folder / f"failure-{rank}").read_bytes()))
+        # A worker leaves its report before it ends, so the reports of all ended workers exist.
+        for rank in sorted(silent):
+            if (report := folder / f"report-{rank}").exists():
+                silent.remove(rank)
+                failures += _failures_in(rank, report.read_bytes())
         for rank in ended:
             workers[rank].join()
             code = workers[rank].exitcode or 0
-            if rank not in reported:
+            if rank in silent:
                 error = WorkerDied(rank, code)
                 failures.append((_ABORTED if code == -signal.SIGABRT else _OWN, rank, error, str(error)))
         if failures and deadline is None:
@@ -440,9 +483,11 @@ def _watch(workers: Sequence[BaseProcess], job: _Job) -> list[_Failure]:
     return failures
 
 
-def _failure(rank: int, written: bytes) -> _Failure:
-    """Return the failure that a worker has written."""
-    text, trace, blame, pickled = pickle.loads(written)
+def _failures_in(rank: int, report: bytes) -> list[_Failure]:
+    """Return the failure in a worker's report; none if ``fn`` has returned."""
+    if (parts := pickle.loads(report)) is None:
+        return []
+    text, trace, blame, pickled = parts
     try:
         error: BaseException = pickle.loads(pickled)
     except Exception:  # the class cannot be pickled, or cannot be imported here
@@ -450,7 +495,7 @@ def _failure(rank: int, written: bytes) -> _Failure:
         #: the text ends with an error about a file, free space there, or set TMPDIR to a folder with more space.
         error = WorkerRaised(f"Rank {rank} raised an exception that cannot be sent to this process: {text}. [J216]")
     error.__cause__ = RemoteTraceback(f"\non rank {rank}\n{trace}")
-    return blame, rank, error, text
+    return [(blame, rank, error, text)]
 
 
 def _end(workers: set[Any]) -> None:
@@ -476,13 +521,14 @@ def _work(rank: int, job: _Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(job.threads)
     try:
-        fn, args = job.call or torch.load(job.folder / "call", weights_only=False)
-        store = fresh_store(dist.TCPStore(_LOOPBACK, job.ports.get(), is_master=False), rank, job.world_size)
-        if rank == 0:  # all ranks have read it, and it should not stay if the parent is killed
+        fn, args = _call_of(job)
+        store = fresh_store(dist.TCPStore(_LOOPBACK, job.port, is_master=False), rank, job.world_size)
+        if rank == 0:  # all ranks have opened it, and it should not stay if the parent is killed
             (job.folder / "call").unlink(missing_ok=True)
         result = _as_rank(Place(rank, job.world_size, rank), store, job.options, fn, args)
         if rank == 0:
             write(result, job.folder / "result")
+            job.results.put(("result",))
     except SystemExit:
         raise  # fn ends the process with this code, which the parent reads
     except BaseException as error:
@@ -494,17 +540,40 @@ def _work(rank: int, job: _Job) -> None:
             pickle.loads(pickled)
         except Exception:
             pickled = b""
-        short = b""
         try:
-            with replacing(job.folder / f"failure-{rank}", 0o600) as file:
-                file.write(pickle.dumps((text.strip(), trace, blame, pickled)))
-        except OSError as full:  # all parts together have less than 4096 bytes, which a pipe accepts at once
+            _leave_report(rank, job.folder, (text.strip(), trace, blame, pickled))
+        except OSError as full:  # all parts together have less bytes than the space that is reserved
             sys.stderr.write(trace)
-            text, trace = f"{text[:200]} ({str(full)[:200]})", "(The traceback is in the output of the rank.)"
-            short = pickle.dumps((text, trace, blame, pickled if len(pickled) < 2000 else b""))
-        job.messages.put((rank, short))
+            text = f"{text[:200]} ({str(full)[:50]}: {str(job.folder)[:150]!r})"
+            trace = "(The traceback is in the output of the rank.)"
+            _leave_report(rank, job.folder, (text, trace, blame, pickled if len(pickled) < 2000 else b""))
         sys.exit(1)
-    job.messages.put((rank, None))
+    _leave_report(rank, job.folder, None)
+
+
+def _call_of(job: _Job) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function of a job, and its arguments; a process that was not forked takes the parent's settings."""
+    if job.call is not None:
+        fn, args, listening = job.call
+        listening.close()
+        return fn, args
+    try:
+        fn, args, captured = torch.load(job.folder / "call", weights_only=False, mmap=True)
+    except AttributeError as error:
+        raise LaunchError(
+            f"A started process cannot import a part of the call: {error}. Define functions and classes at the top"
+            " level of a file, outside of if __name__ == \"__main__\", or fork the processes: start_method='fork', or"
+            " strategy='ddp_fork' of a Trainer. [J621]"
+        ) from error
+    settings.restore(captured)
+    return fn, args
+
+
+def _leave_report(rank: int, folder: Path, report: tuple[Any, ...] | None) -> None:
+    """Leave the report of a rank. A short one fits into the space that the parent has reserved."""
+    with open(spare := folder / f"spare-{rank}", "r+b") as file:
+        file.write(pickle.dumps(report))
+    spare.rename(folder / f"report-{rank}")
 
 
 def _as_rank(

@@ -2,7 +2,8 @@
 
 The order of collectives, on every rank::
 
-    start      DDP's own, as the module is wrapped; a broadcast of the state to resume from, from rank 0
+    start      a broadcast of the state to resume from, from rank 0; DDP's own, as the module is wrapped
+               one object all-gather for each loader with a sampler of the user's
     an epoch   one object all-gather: the numbers and sizes of all ranks' batches
                a vote: has every rank wrapped the same parameters before? If not, as at the start
                the block: see joinables.ddp; a rank that is out of data shadows the others
@@ -28,7 +29,7 @@ from join.batch import map_tensors
 from join.transfer import broadcast_tree
 from joinables.modules import keeping_modes
 from joinables.trainer import checkpoint, rng
-from joinables.trainer.data import Plan, distribute, sampler_of
+from joinables.trainer.data import Plan, gather_on_first, sampler_of, share
 from joinables.trainer.metrics import monitored
 from joinables.trainer.module import TrainModule
 from joinables.trainer.run import Run, Snapshots, Task, TrainerState, is_limit
@@ -50,7 +51,8 @@ class Fit(Run):
     def start(self, train_loader: Any, val_loader: Any) -> None:
         """Wrap the module, build its optimizers, and resume from the snapshot of rank 0, if it has one."""
         trainer, module, ranks = self.trainer, self.module, self.collective.world_size
-        self._loader = distribute(train_loader, self.collective.rank, ranks, trainer.seed or 0)
+        seed, state = broadcast_tree(self.collective, (self.task.seed, self.task.saved), 0)
+        self._loader = share(train_loader, self.collective, seed)
         self.position.sampler = sampler_of(self._loader)
         self._val_loader = None if val_loader is None else local_loader(self, val_loader)
         self._wrap()
@@ -78,7 +80,6 @@ class Fit(Run):
                 self._hooks.append(optimizer.register_step_post_hook(self._count_step))
         if trainer.seed is not None:
             rng.seed_all(trainer.seed + self.collective.rank)
-        state = broadcast_tree(self.collective, self.task.saved, 0)
         if state is not None:
             checkpoint.resume(self, state)
 
@@ -281,8 +282,9 @@ class Fit(Run):
 def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[Any]]:
     """Evaluate on ``loader`` and return the metrics over all ranks, and the outputs of a prediction by batch.
 
-    Outputs are in the order of the data set. If the trainer did not distribute the data, all outputs of rank 0 come
-    first, then those of rank 1, and so on.
+    Rank 0 returns the outputs of all ranks, and the other ranks return none. They are in
+    the order of the data set. If the trainer did not distribute the data, all outputs of rank 0 come first, then those
+    of rank 1, and so on.
 
     Args:
         run: The current run.
@@ -310,7 +312,7 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
         getattr(module, f"on_{name}_epoch_end")()
         metrics = run.reduce_metrics()
         run.store.clear()
-        parts: list[list[Any]] = run.collective.all_gather_object(outputs)
+        parts = gather_on_first(run.collective, outputs)
         getattr(module, f"on_{name}_end")()
         run.call("on_evaluation_end", stage)
         metrics.update(run.reduce_metrics())
@@ -321,7 +323,7 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
 
 def local_loader(run: Run, loader: Any) -> Any:
     """Return this rank's part of a loader, in order; a loader that is distributed already is returned as it is."""
-    return distribute(loader, run.collective.rank, run.collective.world_size, 0, shuffle=False)
+    return share(loader, run.collective, 0, shuffle=False)
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,9 @@ base.
 
 The order of calls (``*`` is ``validation``, ``test`` or ``predict``)::
 
+    prepare_data    on the first rank of each machine
+    setup
+
     on_train_start
     an epoch      on_train_epoch_start
       a batch       on_train_batch_start, training_step, on_before_optimizer_step, on_train_batch_end
@@ -16,6 +19,8 @@ The order of calls (``*`` is ``validation``, ``test`` or ``predict``)::
     on_*_start, on_*_epoch_start
       a batch       on_*_batch_start, *_step, on_*_batch_end
     on_*_epoch_end, on_*_end
+
+    teardown
 
 The annotation of ``trainer`` is ``Any``, since the file that defines ``Trainer`` imports this one.
 """
@@ -80,6 +85,22 @@ class TrainModule(torch.nn.Module):
         raise NotImplementedError
 
     # -- hooks that a user may override -------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        """Called first in a run, on one rank of each machine, while the others wait: download or convert data here.
+
+        Attributes that are set here do not reach the other ranks.
+        """
+
+    def setup(self, stage: str) -> None:
+        """Called on every rank after ``prepare_data``, before the optimizers are made; may add parts to the module.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
+
+    def teardown(self, stage: str) -> None:
+        """Called last in a run, even if it raised."""
 
     def on_train_start(self) -> None:
         """Called before the first epoch of a fit."""
@@ -299,6 +320,12 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state."""
 
+    def setup(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        """Called before the module's ``setup``."""
+
+    def teardown(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        """Called before the module's ``teardown``, even if the run raised."""
+
     def on_start(self, trainer: Any, module: TrainModule, stage: str) -> None:
         """Called before a run: ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
@@ -351,8 +378,8 @@ backward configure_callbacks configure_gradient_clipping configure_model configu
 on_after_backward on_after_batch_transfer on_batch_end on_batch_start on_before_backward on_before_batch_transfer
 on_before_zero_grad on_epoch_end on_epoch_start on_fit_end on_fit_start on_predict_model_eval on_predict_model_train
 on_test_model_eval on_test_model_train on_validation_model_eval on_validation_model_train on_validation_model_zero_grad
-optimizer_step optimizer_zero_grad prepare_data setup teardown test_epoch_end test_step_end training_epoch_end
-training_step_end transfer_batch_to_device validation_epoch_end validation_step_end
+optimizer_step optimizer_zero_grad test_epoch_end test_step_end training_epoch_end training_step_end
+transfer_batch_to_device validation_epoch_end validation_step_end
 """
 _UNCALLED = frozenset(_NAMES.split())
 """Methods that Lightning calls on modules and callbacks, and this trainer does not."""
@@ -385,7 +412,7 @@ def check_callback(callback: Any) -> None:
     if not isinstance(callback, Callback):
         raise TypeError(f"callbacks has a {type(callback).__name__}. Derive it from joinables.trainer.Callback. [J177]")
     hooks = {name for name in (*_UNCALLED, *vars(TrainModule)) if name.startswith("on_")}
-    refuse_hooks(callback, (hooks | {"setup", "teardown"}) - vars(Callback).keys())
+    refuse_hooks(callback, hooks - vars(Callback).keys())
 
 
 def refuse_hooks(hooked: object, uncalled: Set[str]) -> None:

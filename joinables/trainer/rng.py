@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +19,26 @@ from joinables.trainer.accelerator import used_accelerator
 
 def seed_all(seed: int) -> None:
     """Start all generators from ``seed``."""
-    random.seed(seed)
     torch.manual_seed(seed)
+    _seed_cpu(seed)
+
+
+def _seed_cpu(seed: int) -> None:
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+@contextmanager
+def seeded(seed: int) -> Generator[None]:
+    """Return a context in which the generators of the CPU start from ``seed``; its numbers are not drawn outside."""
+    before = capture()
+    _seed_cpu(seed)
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 def capture() -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Task:
         folder: The folder in which callbacks write their states for the process that started the run.
         home: The id of that process; the ranks may be processes started for it.
         random: The random state of that process, as of ``rng.capture``.
+        seed: The seed of the order of a fit's training data.
     """
 
     stage: str
@@ -46,6 +47,7 @@ class Task:
     folder: Path
     home: int
     random: dict[str, Any]
+    seed: int
 
 
 class TrainerState:
@@ -140,6 +142,7 @@ class Position:
         """Return this rank's part of a snapshot taken now."""
         return self.resume_from or {
             "batches": self.batches_trained,
+            "seed": None if self.sampler is None else self.sampler.seed,
             "start": None if self.sampler is None else self.sampler.start,
             "used": None if self.sampler is None else self.sampler.used(self.batches_trained),
             "metrics": self._metrics.state_dict(),
@@ -233,7 +236,7 @@ class Run:
     def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
         self.trainer, self.module, self.task, self.device = trainer, module, task, device
         self.collective: Collective = trainer.strategy.collective
-        module.to(self.device, torch.float64 if trainer.dtype is torch.float64 else None)
+        self._place()
         self.store = MetricStore()
         self.takes_metrics = False
         """Whether metrics may be logged now."""
@@ -245,6 +248,22 @@ class Run:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=trainer.dtype is torch.float16)
+
+    def _place(self) -> None:
+        self.module.to(self.device, torch.float64 if self.trainer.dtype is torch.float64 else None)
+
+    def set_up(self, *, prepares: bool) -> None:
+        """Call the hooks that come before the stage, which may add parts to the module.
+
+        Args:
+            prepares: Whether this rank prepares the data of its machine.
+        """
+        if prepares:
+            self.module.prepare_data()
+        self.collective.barrier()
+        self.call("setup", self.task.stage)
+        self.module.setup(self.task.stage)
+        self._place()
 
     def take(self, batch: Any) -> Any:
         """Return the batch on the device and in the run's precision, and count its samples."""

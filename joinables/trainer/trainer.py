@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -26,8 +26,9 @@ from join.files import temporary_folder
 from join.options import check_loader
 from joinables.modules import keeping_modes
 from joinables.trainer import rng
-from joinables.trainer.accelerator import accelerator_of
+from joinables.trainer.accelerator import accelerator_of, release
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from joinables.trainer.data import order_seed
 from joinables.trainer.launch import launcher_of, write
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
@@ -54,7 +55,7 @@ class Result:
         join_report: Steps, shadowed steps and idle time by rank in the last epoch; ``None`` before the first.
         stopped: Whether a callback ended the fit.
         metrics: The metrics of this validation or test.
-        predictions: The batches' outputs of a prediction, in the order of the data set.
+        predictions: The batches' outputs of a prediction, in the order of the data set; on rank 0 only.
     """
 
     stage: str
@@ -89,8 +90,9 @@ class Trainer(TrainerState):
             ends the epoch with the first rank that is out of data, and ``"error"`` raises.
         callbacks: Objects that are called at certain points of a run.
         default_root_dir: The folder for files; by default, the current directory.
-        seed: The seed of random numbers and of the order of data. With ``None``, ranks that are started here continue
-            with the random state of this process, and this process continues with that state of rank 0.
+        seed: The seed of random numbers and of the order of data. With ``None``, the order is drawn from the random
+            state of this process, ranks that are started here continue with that state, and this process continues with
+            the state of rank 0. The order of a loader with a ``generator`` is drawn from that generator.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -171,8 +173,8 @@ class Trainer(TrainerState):
 
         Args:
             module: The module to train; it has the trained weights afterwards.
-            train_loader: Batches. The batches of a ``DataLoader`` without a sampler of its own are distributed over the
-                ranks.
+            train_loader: Batches. The batches of a ``DataLoader`` are distributed over the ranks, unless its sampler
+                distributes them itself.
             val_loader: Batches to validate on after every epoch.
             ckpt_path: A checkpoint to resume from, with its weights, instead of the last fit.
         """
@@ -206,7 +208,10 @@ class Trainer(TrainerState):
         return [dict(self._launch("test", module, {"loader": loader}, ckpt_path).metrics)]
 
     def predict(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[Any]:
-        """Run ``predict_step`` over ``loader`` and return each batch's outputs on the CPU, in the data set's order."""
+        """Run ``predict_step`` over ``loader`` and return each batch's outputs on the CPU, in the data set's order.
+
+        If a launcher started the processes, rank 0 returns all outputs, and the other ranks return none.
+        """
         return list(self._launch("predict", module, {"loader": loader}, ckpt_path).predictions)
 
     def _launch(self, stage: str, module: TrainModule, loaders: dict[str, Any], ckpt_path: Any) -> Result:
@@ -233,7 +238,8 @@ class Trainer(TrainerState):
             saved = saved or self._last_state
         before = self.epochs, self.global_step
         with temporary_folder() as folder:
-            task = Task(stage, saved, Path(folder), os.getpid(), rng.capture())
+            seed = order_seed(loaders.get("train_loader"), self.seed)
+            task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
             try:
                 result, state, home = self.strategy.launch(
                     self.world_size, self._accelerator, work, self, module, loaders, task
@@ -307,6 +313,12 @@ class Trainer(TrainerState):
             return self._run.collective.rank
         environment = launcher_of(self.world_size) if self.strategy.is_distributed else None
         return 0 if environment is None else environment.place.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine, in a run."""
+        environment = launcher_of(self.world_size) if self.strategy.is_distributed else None
+        return self.global_rank if environment is None else environment.place.local_rank
 
     @property
     def is_global_zero(self) -> bool:
@@ -423,9 +435,20 @@ def work(
     Returns:
         The result, the snapshot of a fit on rank 0, and the weights and random state if another process asked for them.
     """
-    is_at_home, device = os.getpid() == task.home, trainer.device_of(trainer.strategy.collective.rank)
+    device = trainer.device_of(trainer.strategy.collective.rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
+    try:
+        return _work(trainer, module, loaders, task, device)
+    finally:
+        with suppress(RuntimeError):  # an error of the device says the same, and is on its way
+            release(module, device)
+
+
+def _work(
+    trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task, device: torch.device
+) -> tuple[Result, dict[str, Any] | None, dict[str, Any] | None]:
+    is_at_home = os.getpid() == task.home
     if not is_at_home:
         rng.start_from(task.random)
     run = (Fit if task.stage == "fit" else Run)(trainer, module, task, device)
@@ -434,10 +457,12 @@ def work(
     trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
     try:
         with keeping_modes(module), _calling_callbacks(run):
+            run.set_up(prepares=trainer.local_rank == 0)
             if isinstance(run, Fit):
                 run.start(**loaders)
                 run.run()
-                state = run.snapshots.take()
+                # On the CPU, since the trainer keeps the snapshot until the next fit.
+                state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, run.snapshots.take())
             else:
                 if task.saved is not None:
                     module.load_state_dict(task.saved["module"])
@@ -476,4 +501,6 @@ def _calling_callbacks(run: Run) -> Generator[None]:
         raise
     finally:
         run.takes_metrics = False
-        run.call("on_end", run.task.stage)
+        for hook in ("on_end", "teardown"):
+            run.call(hook, run.task.stage)
+        run.module.teardown(run.task.stage)

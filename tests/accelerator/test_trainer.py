@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
 
@@ -67,7 +68,9 @@ def fit(rank: int, target: Target, shards: bool) -> tuple[torch.Tensor, dict[str
     )
     with waits(target) as found:
         fitting.fit(module, loader(), loader())
-    parameters = nn.utils.parameters_to_vector(module.parameters()).detach().cpu()
+    gc.collect()
+    assert not target.is_simulated or torch.get_device_module(target.device).memory_allocated() == 0
+    parameters = nn.utils.parameters_to_vector(module.parameters()).detach()
     return parameters, fitting.metrics, Counter(wait.function for wait in found if wait.is_ours)
 
 

@@ -229,7 +229,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/launch.py",
-        "    job.messages.put((rank, None))\n",
+        "    _leave_report(rank, job.folder, None)\n",
         "",
         "tests/joinables/trainer/test_launch.py::test_result_of_rank_0",
     ),

@@ -13,24 +13,38 @@ from tests.joinables.trainer.ranks import trainer
 from tests.models import TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
 
-HOOKS = [name for name in vars(TrainModule) if name.startswith("on_") and "checkpoint" not in name]
+HOOKS = {name for name in vars(TrainModule) if name.startswith("on_") and "checkpoint" not in name}
+HOOKS |= {"prepare_data", "setup", "teardown", "training_step", "validation_step", "test_step", "predict_step"}
 
 
 class Notes(Classifier):
     """Notes which hooks and steps are called, in what mode."""
 
+    notes: list[tuple[str, bool, bool]]
+
     def __init__(self) -> None:
         super().__init__()
-        self.notes: list[tuple[str, bool, bool]] = []
-        for name in (*HOOKS, "training_step", "validation_step", "test_step", "predict_step"):
-            setattr(self, name, self.noting(name, getattr(self, name)))
+        self.notes = []
 
-    def noting(self, name: str, call: Any) -> Any:
-        def noted(*args: Any) -> Any:
+    def __getattribute__(self, name: str) -> Any:
+        if name in HOOKS:
             self.notes.append((name, self.training, torch.is_grad_enabled()))
-            return call(*args)
+        return super().__getattribute__(name)
 
-        return noted
+
+class Brings(Callback):
+    """Brings the notes home."""
+
+    notes: list[Any]
+
+    def on_start(self, trainer: Any, module: Any, stage: str) -> None:
+        self.notes = module.notes
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: Any) -> None:
+        vars(self).update(state)
 
 
 def test_hooks_are_called_in_order() -> None:
@@ -42,8 +56,9 @@ def test_hooks_are_called_in_order() -> None:
     step = ["on_before_optimizer_step"]
     batches = ["on_train_batch_start", "training_step", "on_train_batch_end"]
     accumulated = [*batches, *batches[:2], *step, batches[2]]
-    training = ["on_train_start", "on_train_epoch_start", *accumulated, *batches[:2], *step, batches[2]]
-    expected = [*training, *evaluation("validation", 2), "on_train_epoch_end", "on_train_end"]
+    begins = ["prepare_data", "setup"]
+    training = [*begins, "on_train_start", "on_train_epoch_start", *accumulated, *batches[:2], *step, batches[2]]
+    expected = [*training, *evaluation("validation", 2), "on_train_epoch_end", "on_train_end", "teardown"]
     module = Notes()
     run = Trainer(accumulate_grad_batches=2)
     run.fit(module, loader(12, 4), loader(8, 4))
@@ -53,7 +68,70 @@ def test_hooks_are_called_in_order() -> None:
     module.notes.clear()
     run.test(module, loader(4, 4))
     run.predict(module, loader(4, 4))
-    assert module.notes == [(name, False, False) for name in (*evaluation("test", 1), *evaluation("predict", 1))]
+    stages = [[*begins, *evaluation(name, 1), "teardown"] for name in ("test", "predict")]
+    assert module.notes == [(name, name in expected, name in expected) for names in stages for name in names]
+
+
+def test_no_hook_is_left_out_in_processes_that_are_started() -> None:
+    """Rank 0 of two has as many batches as one process has of half the data."""
+    notes: list[Any] = []
+    for ranks in (1, 2):
+        brings = Brings()
+        run = Trainer(devices=ranks, accelerator="cpu", callbacks=brings)
+        run.fit(Notes(), loader(12 * ranks, 4), loader(8 * ranks, 4))
+        fitted = brings.notes
+        run.predict(Notes(), loader(4 * ranks, 4))
+        notes.append((fitted, brings.notes))
+    assert notes[0] == notes[1]
+    assert {"prepare_data", "setup", "on_train_start", "teardown"} < {name for name, _, _ in notes[1][0]}
+
+
+class SetsUp(Classifier):
+    """Gets its last layer when it is set up."""
+
+    prepared = False
+
+    def prepare_data(self) -> None:
+        self.prepared = True
+
+    def setup(self, stage: str) -> None:
+        torch.manual_seed(1)
+        self.body.append(torch.nn.Linear(3, 3))
+
+
+def sets_up(rank: int, ranks: int) -> Any:
+    module = SetsUp()
+    run = trainer(max_epochs=2)
+    run.fit(module, loader(20, 24 // ranks))
+    return flat_state(module.state_dict()), module.prepared
+
+
+def test_parts_that_setup_adds_are_trained(pool: Pool) -> None:
+    """Of three ranks, the last has no data, and the first prepares it."""
+    expected, _ = sets_up(0, 1)
+    assert any("body.4." in name for name in expected)
+    for rank, (state, prepared) in enumerate(pool.run(sets_up, 2, ranks=3)):
+        assert_same(state, expected, TOLERANCE)
+        assert prepared == (rank == 0)
+
+
+class TearsDown(Callback):
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.stages.append(f"set up {stage}")
+        raise KeyError(stage)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self.stages.append(f"torn down {stage}")
+
+
+def test_teardown_follows_a_setup_that_raised() -> None:
+    called = TearsDown()
+    with pytest.raises(KeyError, match="validate"):
+        Trainer(callbacks=called).validate(Classifier(), loader())
+    assert called.stages == ["set up validate", "torn down validate"]
 
 
 class Clamps(Classifier):
@@ -115,8 +193,6 @@ def test_options_of_backward(pool: Pool) -> None:
 
 
 class Elsewhere(Classifier):
-    def setup(self, stage: str) -> None: ...
-
     def on_fit_start(self) -> None: ...
 
 
@@ -133,7 +209,7 @@ class ByHand(Classifier):
 @pytest.mark.parametrize(
     ("module", "loaders", "text"),
     [
-        (Elsewhere(), (), r"Elsewhere has hooks .* not call: on_fit_start, setup\. Move their statements"),
+        (Elsewhere(), (), r"Elsewhere has hooks .* not call: on_fit_start\. Move their statements"),
         (Validates(), (), "Validates has hooks .* val_dataloader"),
     ],
 )

@@ -8,9 +8,11 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -151,31 +154,40 @@ def test_rank_that_is_done_before_the_others_have_set_up() -> None:
 def test_no_store_before_the_last_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store's thread may hold a lock then, which no thread of the fork will ever release."""
     told: list[str] = []
-    start, store = BaseProcess.start, module.dist.TCPStore
+    start, store, bind = BaseProcess.start, module.dist.TCPStore, socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda *args: told.append("bind") or bind(*args))
     monkeypatch.setattr(BaseProcess, "start", lambda self: told.append("start") or start(self))
     monkeypatch.setattr(module.dist, "TCPStore", lambda *args, **kwargs: told.append("store") or store(*args, **kwargs))
     local(3).launch(os.getpid)
-    assert told == ["start", "start", "start", "store"]
+    assert told == ["bind", "start", "start", "start", "store"]
+
+
+def is_mapped(name: str) -> bool:
+    return re.search(rf"/joinables-.*/{name}\b", Path("/proc/self/maps").read_text()) is not None
 
 
 def large(argument: torch.Tensor) -> Any:
-    met = ranks_met(10.0, [argument, None])
-    return met, argument + 1, {f"key {number}": [number, str(number)] for number in range(10_000)}
+    assert is_mapped("call")
+    met = ranks_met(10.0, [argument.clone(), None])
+    argument += 1  # in this process only
+    dist.barrier()
+    return met, argument, {f"key {number}": [number, str(number)] for number in range(10_000)}
 
 
 def test_large_result_of_spawned_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes home in a file, and its news in one put and one get of each worker."""
+    """It comes home in a file, whose name is all that is put and got, once, after rank 0 has ended."""
     got: list[Any] = []
     get = SimpleQueue.get
-    monkeypatch.setattr(SimpleQueue, "get", lambda self: got.append(get(self)) or got[-1])
+    monkeypatch.setattr(SimpleQueue, "get", lambda self: got.append((children(), get(self))) or got[-1][1])
     argument = torch.arange(2_500_000, dtype=torch.float32)
     met, tensor, entries = local(2, "spawn").launch(large, argument)
     check_met(met, argument)
     assert torch.equal(tensor, argument + 1)
+    assert is_mapped("result")
     assert not argument.is_shared()
     assert len(entries) == 10_000
     assert entries["key 9999"] == [9999, "9999"]
-    assert sorted(got) == [(0, None), (1, None)]
+    assert got == [(set(), ("result",))]
 
 
 def found_in(folder: Path) -> list[str]:
@@ -184,7 +196,7 @@ def found_in(folder: Path) -> list[str]:
 
 def test_no_pickle_stays_once_all_have_read_it(folder: Path) -> None:
     """A parent that is killed cannot remove it."""
-    assert local(2, "forkserver").launch(found_in, folder) == []
+    assert sorted(local(2, "forkserver").launch(found_in, folder)) == ["spare-0", "spare-1"]
 
 
 def test_the_next_launch_removes_what_a_killed_one_has_left(folder: Path) -> None:
@@ -194,7 +206,7 @@ def test_the_next_launch_removes_what_a_killed_one_has_left(folder: Path) -> Non
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     (left,) = folder.iterdir()
-    assert local().launch(found_in, folder) == []
+    assert sorted(local().launch(found_in, folder)) == ["spare-0", "spare-1"]
     assert not left.exists()
 
 
@@ -379,8 +391,8 @@ def test_worker_killed_while_it_writes_its_result() -> None:
 
 
 def full() -> None:
-    """Let this process write files of no more than 2000 bytes. A disk fails a write in the same way."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    """Let this process write no file beyond the space of a report. A disk fails a write in the same way."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def raises_on_a_full_disk(text: str) -> None:
@@ -405,7 +417,7 @@ def test_a_full_disk_keeps_the_worker_s_own_exception(capfd: pytest.CaptureFixtu
 @pytest.mark.parametrize("letter", ["x", "\N{DROMEDARY CAMEL}"])
 def test_an_exception_that_is_too_long_for_a_full_disk(capfd: pytest.CaptureFixture[str], letter: str) -> None:
     with pytest.raises(
-        WorkerRaised, match=rf"Rank 1 .*: ValueError: own fault {letter}*.* \(\[Errno 27\] .*failure-1'"
+        WorkerRaised, match=rf"Rank 1 .*: ValueError: own fault {letter}*.* \(\[Errno 27\] .*: '.*/joinables-"
     ):
         local().launch(raises_on_a_full_disk, f"own fault {letter * 100_000}")
     assert "raise ValueError(text)" in capfd.readouterr().err
@@ -425,6 +437,60 @@ def test_a_call_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
             local(2, "spawn").launch(print, torch.ones(1000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+# -- sessions: a notebook, the prompt, python -c, stdin
+
+SESSION = """
+from joinables.trainer import Launcher
+class Held:
+    def __init__(self, call): self.call = call
+def twice(held): return 2 * held.call()
+print(Launcher(2).launch(twice, Held(lambda: 21)))
+"""
+
+
+@pytest.mark.parametrize("how", ["-c", "stdin"])
+def test_what_a_session_defines_can_be_launched(how: str) -> None:
+    arguments, text = (["-c", SESSION], None) if how == "-c" else (["-"], SESSION)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments]
+    ended = subprocess.run(command, env=environ, input=text, capture_output=True, text=True, timeout=100)
+    assert (ended.stdout, ended.stderr) == ("42\n", "")
+
+
+def in_a_session() -> Any:
+    return 1
+
+
+def test_a_session_that_cannot_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what it defines needs a fork."""
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(sys.modules["__main__"], "in_a_session", in_a_session, raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert local(2, "forkserver").launch(in_a_session) == 1
+        monkeypatch.setattr(in_a_session, "__module__", "__main__")
+        with pytest.raises(LaunchError, match=r"functions or classes of a notebook.* strategy='ddp_fork'"):
+            local(2, "forkserver").launch(in_a_session)
+    finally:
+        dist.destroy_process_group()
+
+
+UNDER_THE_GUARD = """
+    from joinables.trainer import Launcher
+
+    if __name__ == "__main__":
+        def fn():
+            return 1
+
+        Launcher(1).launch(fn)
+"""
+
+
+def test_what_is_defined_under_the_guard(tmp_path: Path) -> None:
+    error = run_script(tmp_path, UNDER_THE_GUARD).stderr
+    assert "LaunchError: A started process cannot import a part of the call: Can't get attribute 'fn'" in error
 
 
 # -- what cannot be pickled

@@ -53,11 +53,11 @@ class Shares(Sampler[int]):
     """Has the same numbers of samples on both ranks, until the second begins to have fewer."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks, self.fewer = rank, ranks, False
+        self.rank, self.num_replicas, self.fewer = rank, ranks, False
 
     def __iter__(self) -> Iterator[int]:
         blocks = [range(12)] if self.fewer else [range(12), range(12, 24)]
-        size = 12 // self.ranks
+        size = 12 // self.num_replicas
         for block in blocks if self.rank == 0 or not self.fewer else ():
             yield from block[:6] if self.fewer else block[self.rank * size : (self.rank + 1) * size]
 
@@ -168,6 +168,21 @@ def resizes(rank: int, sizes: tuple[int, int]) -> list[Any]:
 def test_a_fit_goes_on_with_another_batch_size(pool: Pool, sizes: tuple[int, int]) -> None:
     seen = [sample for part in pool.run(resizes, sizes, ranks=3) for sample in part]
     assert sorted(seen) == sorted(dataset().tensors[0].tolist())
+
+
+def test_a_shuffled_fit_without_a_seed_goes_on_in_its_order(tmp_path: Any) -> None:
+    """It resumes in the second epoch, in a process whose generator is in another state."""
+
+    def fit(state: int, steps: int, path: Any = None) -> tuple[list[Any], Any]:
+        module = Sees()
+        torch.manual_seed(state)
+        keeper = ModelCheckpoint(tmp_path, "file")
+        Trainer(max_steps=steps, callbacks=keeper).fit(module, loader(40, 4, shuffle=True), ckpt_path=path)
+        return module.seen, keeper.best_model_path
+
+    whole, _ = fit(1, 17)
+    begun, path = fit(1, 13)
+    assert begun + fit(2, 17, path)[0] == whole != fit(2, 17)[0]
 
 
 def test_another_module_has_no_report_yet() -> None:

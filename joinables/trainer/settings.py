@@ -1,0 +1,111 @@
+"""Global settings of a process: :func:`capture`, :func:`restore`.
+
+A forked process has the settings of the process that forked it. A process that is started in any other way begins with
+the defaults, although statements under ``if __name__ == "__main__"`` of its script have changed them. So it receives
+the settings of torch, the filters of warnings, and the levels and streams of logging.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeAlias, cast
+
+import torch
+
+_Accessors: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], object]]"
+
+_FLAGS = """
+utils.deterministic.fill_uninitialized_memory
+backends.cudnn.enabled backends.cudnn.benchmark backends.cudnn.benchmark_limit backends.cudnn.deterministic
+backends.cudnn.allow_tf32 backends.cuda.matmul.allow_tf32 backends.cuda.matmul.allow_fp16_accumulation
+backends.cuda.matmul.allow_fp16_reduced_precision_reduction backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+backends.mkldnn.enabled backends.mkldnn.deterministic backends.opt_einsum.enabled
+backends.fp32_precision backends.cuda.matmul.fp32_precision backends.cudnn.fp32_precision
+backends.cudnn.conv.fp32_precision backends.cudnn.rnn.fp32_precision backends.mkldnn.fp32_precision
+backends.mkldnn.matmul.fp32_precision backends.mkldnn.conv.fp32_precision backends.mkldnn.rnn.fp32_precision
+"""
+"""Attributes of torch. Versions of torch may lack some of them."""
+
+
+def _settings() -> dict[str, _Accessors]:
+    """Return the functions that read and change each setting of torch."""
+    torch_: Any = torch
+    found: dict[str, _Accessors] = {
+        "default device": (lambda: torch_.get_default_device().type, torch_.set_default_device),
+        "warn always": (torch_.is_warn_always_enabled, torch_.set_warn_always),
+        "anomaly": (
+            lambda: (torch_.is_anomaly_enabled(), torch_.is_anomaly_check_nan_enabled()),
+            lambda modes: torch_.autograd.set_detect_anomaly(*modes),
+        ),
+        "sharing": (torch_.multiprocessing.get_sharing_strategy, torch_.multiprocessing.set_sharing_strategy),
+    }
+    for name in ("default_dtype", "deterministic_debug_mode", "float32_matmul_precision", "num_interop_threads"):
+        found[name] = getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}")
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        cuda: Any = torch.backends.cuda
+        found[f"{name}_sdp"] = getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp")
+    for path in _FLAGS.split():
+        holder, _, name = path.rpartition(".")
+        found[path] = partial(attrgetter(path), torch), partial(_set, holder, name)
+    return found
+
+
+def _set(holder: str, name: str, value: Any) -> None:
+    setattr(attrgetter(holder)(torch), name, value)
+
+
+def capture() -> dict[str, Any]:
+    """Return the settings of this process as plain data."""
+    values: dict[str, Any] = {}
+    for name, (get, _) in _settings().items():
+        with suppress(AttributeError, RuntimeError):  # torch refuses to name the precision if several are set
+            values[name] = get()
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    return {
+        "torch": values,
+        "levels": {each.name: each.level for each in loggers if isinstance(each, logging.Logger) and each.level},
+        "disabled": logging.root.manager.disable,
+        "handlers": [
+            (handler.stream is sys.stdout, handler.level, handler.formatter)
+            for handler in map(_as_any, logging.root.handlers)
+            if type(handler) is logging.StreamHandler
+            and handler.stream in (sys.stdout, sys.stderr)
+            and type(handler.formatter) in (logging.Formatter, type(None))
+        ],
+        "filters": [
+            (action, text, (kind.__module__, kind.__qualname__), module, line)
+            for action, text, kind, module, line in cast("list[Any]", warnings.filters)
+        ],
+    }
+
+
+def _as_any(value: object) -> Any:
+    return cast("Any", value)
+
+
+def restore(settings: Mapping[str, Any]) -> None:
+    """Give this process captured settings. A filter of warnings whose class is not imported here is dropped."""
+    for name, (get, change) in _settings().items():
+        with suppress(AttributeError, RuntimeError):
+            if name in settings["torch"] and get() != settings["torch"][name]:
+                change(settings["torch"][name])
+    for name, level in settings["levels"].items():
+        logging.getLogger(name).setLevel(level)
+    logging.disable(settings["disabled"])
+    if not logging.root.handlers:
+        for to_stdout, level, formatter in settings["handlers"]:
+            handler = logging.StreamHandler(sys.stdout if to_stdout else sys.stderr)
+            handler.setLevel(level)
+            handler.setFormatter(formatter)
+            logging.root.addHandler(handler)
+    warnings.resetwarnings()
+    filters = cast("list[Any]", warnings.filters)
+    for action, text, (home, kind), module, line in settings["filters"]:
+        with suppress(AttributeError, KeyError):
+            filters.append((action, text, attrgetter(kind)(sys.modules[home]), module, line))

@@ -123,7 +123,6 @@ class AcceleratedJoin(Join):
         self._accelerator, self._prepared = accelerator, PreparedLoaders(lambda: self._step, even_batches)
         self._restore = ExitStack()
         self._loader: Any = None  # the loader of the last loop over iterate
-        self._accumulated: dict[int, Step] = {}  # by the id of a model: the last step in which it was in accumulate
 
     @override
     def __enter__(self) -> Self:
@@ -139,7 +138,7 @@ class AcceleratedJoin(Join):
         undo = self._restore
         undo.enter_context(scaling_losses(accelerator, self))
         undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
-        undo.enter_context(replaced(accelerator, "accumulate", partial(self._accumulate, accelerator.accumulate)))
+        undo.enter_context(accumulating_once(accelerator, lambda: self._step))
         if self._block is not None:  # it is None with enable=False
             for loader in accelerator._dataloaders:
                 self._prepared.change(loader, undo)
@@ -181,20 +180,6 @@ class AcceleratedJoin(Join):
             as_usual()
         else:
             self._accelerator.sync_gradients = self.ends_window
-
-    def _accumulate(self, as_usual: Callable[..., Any], *models: Any) -> Any:
-        """Return Accelerate's context, once in a step for each model, since windows count the steps of the loop."""
-        step, steps = self._step, self._accelerator.gradient_accumulation_steps
-        for model in models if step.in_loop and steps > 1 else ():
-            if self._accumulated.get(id(model)) is step:
-                raise JoinError(
-                    f"accelerator.accumulate was entered again for the same model in step {step.number} of"
-                    f" join.iterate, but gradient_accumulation_steps={steps} counts the batches of the loop. Cut the"
-                    " batches before the loop: pass join.iterate a generator that yields the micro-batches of each"
-                    " batch. [J600]"
-                )
-            self._accumulated[id(model)] = step
-        return as_usual(*models)
 
     @override
     def iterate(self, loader: Iterable[T], until: Literal["all", "first"] = "all", **options: Any) -> Loop[T]:
@@ -293,6 +278,34 @@ def refuse_gather(_: Any) -> Any:
         " losses are divided by the result, pass join_uneven_inputs(..., divide_by_initial_world_size=True) and"
         " join.iterate(loader, fill_window=True). [J521]"
     )
+
+
+def accumulating_once(accelerator: Any, current: Callable[[], Step]) -> AbstractContextManager[None]:
+    """Return a context in which a model enters ``accelerator.accumulate`` once in a step of a loop.
+
+    Accumulation windows count the steps of the loop, and Accelerate's own count the calls of ``accumulate``.
+
+    Args:
+        accelerator: The accelerator.
+        current: Returns the current step.
+    """
+    as_usual, steps = accelerator.accumulate, accelerator.gradient_accumulation_steps
+    entered: dict[int, Step] = {}  # by the id of a model: the last step in which it has entered
+
+    def accumulate(*models: Any) -> Any:
+        step = current()
+        for model in models if step.in_loop and steps > 1 else ():
+            if entered.get(id(model)) is step:
+                raise JoinError(
+                    f"accelerator.accumulate was entered again for the same model in step {step.number} of"
+                    f" join.iterate, but gradient_accumulation_steps={steps} counts the batches of the loop. Cut the"
+                    " batches before the loop: pass join.iterate a generator that yields the micro-batches of each"
+                    " batch. [J600]"
+                )
+            entered[id(model)] = step
+        return as_usual(*models)
+
+    return replaced(accelerator, "accumulate", accumulate)
 
 
 @contextmanager

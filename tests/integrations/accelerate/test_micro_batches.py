@@ -40,12 +40,14 @@ def cut(accelerate: Any, join: Any, model: Any, optimizer: Any, rank: int, befor
 
 def divide(accelerate: Any, join: Any, model: Any, optimizer: Any, rank: int, collects: bool) -> None:
     """Accelerate's guide on batches of several sizes: sums over samples, divided by the samples of all ranks."""
-    collected, counted = list[Any](), torch.tensor(0)
+    collected, counted, other = list[Any](), torch.tensor(0), torch.nn.Linear(1, 1)
     for pair in join.iterate(data_of(rank), fill_window=True):
         if not collected:
             ahead = [] if join.shadowing else [pair, *join.pending[: STEPS - 1]]
             counted = accelerate.gather_for_metrics(torch.tensor([sum(len(x) for x, _ in ahead)])).sum()
         collected = [*collected, pair]
+        with accelerate.accumulate(other):  # as the other model of a GAN
+            pass
         for x, y in (collected if join.ends_window else []) if collects else [pair]:
             with nullcontext() if collects else accelerate.accumulate(model):
                 loss = (model(x) - y).square().sum() * accelerate.num_processes * STEPS / counted

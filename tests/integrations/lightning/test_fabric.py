@@ -114,7 +114,8 @@ def loses_its_state(rank: int) -> None:
 
     quiet(rank)
     fabric = Fabric(accelerator="cpu", devices=1)
-    loader = StatefulDataLoader(list(range(4)), batch_size=1)
+    numbers: Any = list(range(4))
+    loader = StatefulDataLoader(numbers, batch_size=1)
     wrapped = fabric.setup_dataloaders(loader)
     with Join([], process_group=None) as join:
         for _ in join.iterate(wrapped):

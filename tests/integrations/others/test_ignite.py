@@ -18,7 +18,7 @@ pytest.importorskip("ignite", reason="Ignite is not installed: pip install pytor
 COUNTS = ((3, 1), (0, 2))  # by epoch and rank
 
 
-def train(rank: int) -> dict[str, torch.Tensor]:
+def train(rank: int, has_length: bool) -> dict[str, torch.Tensor]:
     net = build("mlp")
     model = DistributedDataParallel(net)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
@@ -30,13 +30,13 @@ def train(rank: int) -> dict[str, torch.Tensor]:
                 join.scale((model(pair[0]) - pair[1]).square().mean()).backward()
                 optimizer.step()
 
-            engine = imported("ignite.engine").Engine(step)
             own = [batch(rank, epoch, step) for step in range(counts[rank])]
-            engine.run(join.iterate(own), max_epochs=1)
+            imported("ignite.engine").Engine(step).run(join.iterate(own if has_length else iter(own)), max_epochs=1)
     return net.state_dict()
 
 
-def test_it_trains_exactly(pool: Pool) -> None:
+@pytest.mark.parametrize("has_length", [True, False])
+def test_it_trains_exactly(pool: Pool, has_length: bool) -> None:
     net = build("mlp")
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     for epoch, counts in enumerate(COUNTS):
@@ -46,5 +46,5 @@ def test_it_trains_exactly(pool: Pool) -> None:
             for x, y in window:
                 ((net(x) - y).square().mean() / len(window)).backward()
             optimizer.step()
-    for state in pool.run(train, ranks=2):
+    for state in pool.run(train, has_length, ranks=2):
         assert_same(state, net.state_dict(), 1e-6)

@@ -76,6 +76,7 @@ def trainer_of(kind: str, rank: int, ranks: int, folder: str, accumulate: int) -
     more = {
         "KTO": {"loss_type": "apo_zero_unpaired"},  # its losses need no rows of other ranks
         "GRPO": {"num_generations": 2, "max_completion_length": 4},
+        "RLOO": {"num_generations": 2, "max_completion_length": 4, "beta": 0.0},
     }.get(kind, {})
     arguments = getattr(library, f"{kind}Config")(
         output_dir=folder,
@@ -104,7 +105,7 @@ def trainer_of(kind: str, rank: int, ranks: int, folder: str, accumulate: int) -
         if ranks > 1
         else data.Dataset.from_list(own),
         processing_class=tokenizer(),
-        **({"ref_model": model_of(kind)} if kind in ("DPO", "KTO") else reward if kind == "GRPO" else {}),
+        **({"ref_model": model_of(kind)} if kind in ("DPO", "KTO") else reward if kind in ("GRPO", "RLOO") else {}),
     )
     if ranks == 1:  # it has the batches of all ranks and of a whole window at once
         usual, groups, rows = made.get_train_dataloader, list[list[int]](), iter(range(len(own)))
@@ -135,14 +136,15 @@ def test_it_trains_exactly(pool: Pool, kind: str, accumulate: int) -> None:
             assert found[name][1 - accumulate :] == pytest.approx(values[1 - accumulate :], abs=1e-4), name
 
 
-def refused(rank: int) -> str:
+def refused(rank: int, kind: str) -> str:
     with launched(CI="1"), tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of("GRPO", rank, 2, folder, 1)
+        trainer = trainer_of(kind, rank, 2, folder, 1)
         with pytest.raises(JoinError) as caught:
             trainer.train()
         return str(caught.value)
 
 
-def test_a_trainer_that_computes_with_gathered_rows_is_refused(pool: Pool) -> None:
-    for text in pool.run(refused, ranks=2, timeout=100):
-        assert text.startswith("GRPOTrainer calls accelerator.gather in a step") and "[J602]" in text
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_a_trainer_that_computes_with_gathered_rows_is_refused(pool: Pool, kind: str) -> None:
+    for text in pool.run(refused, kind, ranks=2, timeout=100):
+        assert text.startswith(f"{kind}Trainer calls accelerator.gather in a step") and "[J602]" in text

@@ -134,7 +134,7 @@ def test_an_evaluation_in_accelerate(pool: Pool) -> None:
 
 def divide_in_accelerate(rank: int) -> dict[str, torch.Tensor]:
     from joinables.integrations.accelerate import join_uneven_inputs
-    from tests.integrations.accelerate.test_micro_batches import STEPS, data_of
+    from tests.integrations.accelerate.micro_batches import STEPS, data_of
     from tests.models import build
 
     with launched():
@@ -148,7 +148,7 @@ def divide_in_accelerate(rank: int) -> dict[str, torch.Tensor]:
 
 def test_losses_that_are_divided_in_accelerate(pool: Pool) -> None:
     pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
-    from tests.integrations.accelerate.test_micro_batches import alone, divide
+    from tests.integrations.accelerate.micro_batches import alone, divide
 
     for state in pool.run(divide_in_accelerate, ranks=2, timeout=40):
         assert_same(state, alone(divide), 1e-5)

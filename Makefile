@@ -99,6 +99,7 @@ outputs: .venv/.test-installed
 docs: .venv/.docs-installed
 	$(BIN)/python -m docs.errors
 	$(BIN)/python -m docs.engines
+	$(BIN)/python -m docs.patterns
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test-docs: .venv/.test-installed .venv/.docs-installed .venv-docs/.installed

@@ -37,6 +37,8 @@ class Step:
         total: The sum of the weights of all ranks' batches, over all steps of the accumulation window of this step.
         window: The number of this accumulation window, which no other window of this process has.
         ends_window: Whether this step is the last one of its accumulation window.
+        losses: The number of losses that were scaled in this step.
+        skipped: The number of earlier steps of its accumulation window in which no loss was scaled.
     """
 
     in_loop: bool = False
@@ -50,6 +52,8 @@ class Step:
     total: float = 1.0
     window: int = 0
     ends_window: bool = True
+    losses: int = 0
+    skipped: int = 0
 
 
 PLAIN = Step()

@@ -82,7 +82,9 @@ class ReadAhead:
         if not self._has_state:
             raise TypeError(
                 f"join.loader_state() needs a loader with state_dict and load_state_dict, but {self._name} has no"
-                " state_dict. Use torchdata's StatefulDataLoader, or count the batches in your loop. [J075]"
+                " state_dict. Use torchdata's StatefulDataLoader, or count the batches in your loop. If the"
+                f" {self._name} wraps a loader that has them, write wrapper.state_dict = loader.state_dict before the"
+                " loop. [J075]"
             )
         if isinstance(self.state, Exception):
             raise JoinError(

@@ -48,7 +48,18 @@ def scaled(loss: L, factor: float) -> L:
 
 
 def factor_in_loop(step: Step, divided_over: float) -> float:
-    """Return the factor for a loss in a step of a loop, for an engine that divides by ``divided_over``."""
+    """Return the factor for a loss in a step of a loop, for an engine that divides by ``divided_over``.
+
+    Raises:
+        JoinError: If this loss seems to belong to an earlier batch of the accumulation window.
+    """
+    step.losses += 1
+    if step.skipped and step.losses > 1:
+        raise JoinError(
+            f"{step.losses} losses were scaled in step {step.number} of join.iterate, but none in an earlier step of"
+            " the same accumulation window. A loss weighs as much as the batch of the current step. Run forward and"
+            " backward of each batch in its own step. join.pending has the next batches. [J601]"
+        )
     return step.weight * divided_over / step.total if step.weight else 0.0
 
 

@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from typing_extensions import override
@@ -29,6 +31,28 @@ def warn_if_alone(caller: str, processes: int, fix: str) -> None:
     if processes == 1 and launched != "1" and "RANK" in os.environ:
         text = f"{caller} trains in num_processes=1, but WORLD_SIZE={launched}: each process trains a model of its own."
         warnings.warn(f"{text} {fix}", stacklevel=3)
+
+
+@contextmanager
+def in_words_of(fixes: Mapping[str, tuple[str, str]]) -> Generator[None]:
+    """Return a context whose errors say what the users of a framework write, who have no ``Join`` and no loop.
+
+    Args:
+        fixes: By the code of an error of this library, the first words of its advice, and the advice that replaces
+            it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        reword(error, fixes)
+        raise
+
+
+def reword(error: BaseException, fixes: Mapping[str, tuple[str, str]]) -> None:
+    """Replace the advice in the text of an error, which may quote the text of another rank; see ``in_words_of``."""
+    for code, (begin, fix) in fixes.items():
+        pattern = re.compile(rf"{re.escape(begin)}.*?(?= \[{code}\])", re.DOTALL)
+        error.args = tuple(pattern.sub(fix, each) if isinstance(each, str) else each for each in error.args)
 
 
 class Loader:

@@ -138,6 +138,7 @@ class AcceleratedJoin(Join):
         undo = self._restore
         undo.enter_context(scaling_losses(accelerator, self))
         undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
+        undo.enter_context(accumulating_once(accelerator, lambda: self._step))
         if self._block is not None:  # it is None with enable=False
             for loader in accelerator._dataloaders:
                 self._prepared.change(loader, undo)
@@ -266,14 +267,61 @@ def scaling_losses(accelerator: Any, join: Join) -> AbstractContextManager[None]
     return replaced(accelerator, "backward", scaled_backward)
 
 
+def refuse_gather(_: Any) -> Any:
+    """Raise the error of ``accelerator.gather``.
+
+    Raises:
+        JoinError: In any case.
+    """
+    raise JoinError(
+        "accelerator.gather would return rows of dummies too. Call accelerator.gather_for_metrics, which does not. If"
+        " losses are divided by the result, pass join_uneven_inputs(..., divide_by_initial_world_size=True) and"
+        " join.iterate(loader, fill_window=True). [J521]"
+    )
+
+
+def accumulating_once(accelerator: Any, current: Callable[[], Step]) -> AbstractContextManager[None]:
+    """Return a context in which a model enters ``accelerator.accumulate`` once in a step of a loop.
+
+    Accumulation windows count the steps of the loop, and Accelerate's own count the calls of ``accumulate``.
+
+    Args:
+        accelerator: The accelerator.
+        current: Returns the current step.
+    """
+    as_usual, steps = accelerator.accumulate, accelerator.gradient_accumulation_steps
+    entered: dict[int, Step] = {}  # by the id of a model: the last step in which it has entered
+
+    def accumulate(*models: Any) -> Any:
+        step = current()
+        for model in models if step.in_loop and steps > 1 else ():
+            if entered.get(id(model)) is step:
+                raise JoinError(
+                    f"accelerator.accumulate was entered again for the same model in step {step.number} of"
+                    f" join.iterate, but gradient_accumulation_steps={steps} counts the batches of the loop. Cut the"
+                    " batches before the loop: pass join.iterate a generator that yields the micro-batches of each"
+                    " batch. [J600]"
+                )
+            entered[id(model)] = step
+        return as_usual(*models)
+
+    return replaced(accelerator, "accumulate", accumulate)
+
+
 @contextmanager
-def counting_no_dummies(accelerator: Any, join: Join, evaluates: Callable[[], bool] = bool) -> Generator[None]:
+def counting_no_dummies(
+    accelerator: Any,
+    join: Join,
+    evaluates: Callable[[], bool] = bool,
+    gather: Callable[[Any], Any] = refuse_gather,
+) -> Generator[None]:
     """Return a context in which an accelerator's collectives drop rows of dummies, and its loaders end with the loop.
 
     Args:
         accelerator: The accelerator.
         join: The block with the current loop over ``iterate``.
         evaluates: Returns whether the ranks evaluate inside a step, on batches that are no dummies.
+        gather: The function that replaces ``accelerator.gather``.
     """
     as_usual, state = accelerator.reduce, cast("object", accelerator.gradient_state)
 
@@ -283,12 +331,6 @@ def counting_no_dummies(accelerator: Any, join: Join, evaluates: Callable[[], bo
 
     # All objects of Accelerate's class share their attributes, so this object of a subclass has the same ones.
     gradient_state = type("InLoop", (type(state),), {"end_of_dataloader": property(is_at_end)})()
-
-    def gather(tensor: Any) -> Any:
-        raise JoinError(
-            "accelerator.gather would return rows of dummies too. Call accelerator.gather_for_metrics, which does not."
-            " [J521]"
-        )
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
         if not use_gather_object:
@@ -303,22 +345,20 @@ def counting_no_dummies(accelerator: Any, join: Join, evaluates: Callable[[], bo
         ranks = gather_rows(join, map_tensors(lambda leaf: leaf[None], tensor))
         return map_tensors(lambda rows: over(rows, 0), ranks)
 
-    def in_loop(call: Callable[..., Any], own: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def in_loop(name: str, call: Callable[..., Any], own: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if evaluates():
             return own(*args, **named)
         if not join.channel.step.in_loop:
             raise JoinError(
-                f"Ranks without data call accelerator.{call.__name__} only in a loop over join.iterate. Use such a"
+                f"Ranks without data call accelerator.{name} only in a loop over join.iterate. Use such a"
                 " loop, or make the call after the block. [J116]"
             )
         return call(*args, **named)
 
     with ExitStack() as undo:
         undo.enter_context(replaced(accelerator, "gradient_state", gradient_state))
-        for call in (gather, gather_for_metrics, reduce):
-            undo.enter_context(
-                replaced(accelerator, call.__name__, partial(in_loop, call, getattr(accelerator, call.__name__)))
-            )
+        for name, call in (("gather", gather), ("gather_for_metrics", gather_for_metrics), ("reduce", reduce)):
+            undo.enter_context(replaced(accelerator, name, partial(in_loop, name, call, getattr(accelerator, name))))
         yield
 
 
@@ -372,7 +412,10 @@ def check_accelerator(accelerator: Any, caller: str = "join_uneven_inputs") -> N
         raise ImportError(f"{caller} does not support Accelerate {library.__version__}. Install 1.15 or newer. [J118]")
     kind = accelerator.distributed_type.value
     if kind not in _KINDS:
-        raise ValueError(f"{caller} cannot train with {kind}. Use DDP or FSDP2. [J119]")
+        raise ValueError(
+            f"{caller} cannot train with {kind}. Use DDP or FSDP2. For DeepSpeed, write the loop without Accelerate, as"
+            " recipes/deepspeed_zero.py does. [J119]"
+        )
     if kind == "FSDP" and not accelerator.is_fsdp2:
         raise ValueError(
             "FSDP1 cannot join. Pass FullyShardedDataParallelPlugin(fsdp_version=2) to the Accelerator, or"

@@ -38,7 +38,8 @@ import importlib
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -47,12 +48,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from join import Join, JoinReport
+from join import Join, JoinError, JoinReport
 from join.batch import emptied, samples_in, tensors_in
 from join.collectives import collective_of
 from join.read_ahead import length_of
-from joinables.integrations import Loader, warn_if_alone
-from joinables.integrations.accelerate import check_accelerator, counting_no_dummies, scaling_losses
+from joinables.integrations import Loader, in_words_of, warn_if_alone
+from joinables.integrations.accelerate import check_accelerator, counting_no_dummies, gather_rows, scaling_losses
 from joinables.modules import replaced
 
 __all__ = ["JoinTrainer", "JoinTrainerMixin"]
@@ -79,6 +80,21 @@ HOOKS = (
 """Methods of the Trainer that this class overrides or calls, so they must exist."""
 PREPARED = "_is_accelerate_prepared"
 """Name of Accelerate's mark on a model."""
+LOG_ONLY = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
+"""Trainers of TRL that use the result of ``accelerator.gather`` for logs only."""
+TENSORS = "Return tensors in lists, tuples, dicts or dataclasses from the data_collator."
+ADVICE = {
+    "J067": ("Pass join.iterate(", TENSORS),
+    "J089": ("Move the prefetcher", "Call the model only in the thread that called train, and only in its steps."),
+    "J093": ("To ignore a batch", "Call super().training_step for every batch."),
+    "J421": ("Loop over join.iterate", "Call the model in training_step, or before or after train()."),
+    "J460": ("Call join.scale(", "Call self.accelerator.backward(loss) for every loss."),
+    "J461": ("Call join.scale(", "Call self.accelerator.backward(loss) for every loss."),
+    "J471": ("A loop over join.iterate has", "Remove no_sync from training_step, which the Trainer calls in it."),
+    "J536": ("Remove it,", "Remove it from the DistributedDataParallelKwargs or from the model."),
+    "J555": ("Put tensors", TENSORS),
+}
+"""For codes of errors whose advice users of a Trainer cannot follow: how it begins, and the advice that replaces it."""
 
 
 class JoinTrainerMixin(_Base):
@@ -191,10 +207,9 @@ class JoinTrainerMixin(_Base):
             return
         self._check_arguments()
         size = self.args.gradient_accumulation_steps
-        join = Join([model, self.optimizer, self.lr_scheduler], loss_divided_by=size)
-        self._windows = MicroBatchWindows(join, size)
         try:
-            with join:
+            with in_words_of(ADVICE), Join([model, self.optimizer, self.lr_scheduler], loss_divided_by=size) as join:
+                self._windows = MicroBatchWindows(join, size)
                 self._plain._run_epoch(model, *arguments, **named)
                 self._windows.end()
         finally:
@@ -209,7 +224,7 @@ class JoinTrainerMixin(_Base):
         batches = windows.begin(epoch_iterator)
         if not batches:
             return [], None
-        if self._loss_counts is None and self.model_accepts_loss_kwargs:
+        if self._loss_counts is None and self.model_accepts_loss_kwargs and "labels" in batches[0]:
             self._loss_counts = self._find_whether_loss_counts(self._prepare_inputs(batches[0]))
         num_items = None
         if self._loss_counts is not False:
@@ -230,6 +245,8 @@ class JoinTrainerMixin(_Base):
         The heads of many models take the number and ignore it. Their loss is a mean over the batch. All ranks call
         this, each with a batch.
         """
+        if self.loss_is_scaled_for_ga is not None:
+            return self.loss_is_scaled_for_ga
         if self.compute_loss_func is not None or self.label_smoother is not None:
             return True
         model = self.accelerator.unwrap_model(self.model_wrapped)
@@ -255,10 +272,26 @@ class JoinTrainerMixin(_Base):
             return self._plain.training_step(model, inputs, num_items_in_batch)
         if num_items_in_batch is None:  # the mean over ranks then equals the mean over their micro-batches
             self.current_gradient_accumulation_steps = self._batches_per_rank
-        join = self._windows.join
-        with counting_no_dummies(self.accelerator, join), scaling_losses(self.accelerator, join):
+        join, logged = self._windows.join, getattr(self, "_metrics", None)  # these are numbers that TRL logs
+        only_fills = logged is not None and not join.channel.step.contributors
+        with (
+            counting_no_dummies(self.accelerator, join, gather=partial(self._gather, join)),
+            scaling_losses(self.accelerator, join),
+            replaced(self, "_metrics", copy.deepcopy(logged)) if only_fills else nullcontext(),
+        ):
             loss = self._plain.training_step(model, inputs, num_items_in_batch)
         return torch.zeros_like(loss) if join.shadowing else loss
+
+    def _gather(self, join: Join, tensor: Any) -> Any:
+        """Return the rows of data of all ranks, if the Trainer only logs them."""
+        names = [base.__name__ for base in type(self).__mro__ if not issubclass(base, JoinTrainerMixin)]
+        if not LOG_ONLY.isdisjoint(names):
+            return gather_rows(join, tensor) if join.channel.step.contributors else tensor
+        raise JoinError(
+            f"{names[0]} calls accelerator.gather in a step, which would return rows of dummies too. Of TRL's trainers,"
+            " JoinTrainerMixin works with SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer. In a subclass of your"
+            " own, call accelerator.gather_for_metrics. [J602]"
+        )
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of a micro-batch; 0 for a dummy."""
@@ -296,8 +329,9 @@ class JoinTrainerMixin(_Base):
                 yield batch
 
         with (
+            in_words_of(ADVICE),
             Join([], process_group=group) as join,
-            counting_no_dummies(self.accelerator, join),
+            counting_no_dummies(self.accelerator, join, gather=partial(self._gather, join)),
             replaced(self, "gather_function", self.accelerator.gather_for_metrics),
             replaced(self.args, "average_tokens_across_devices", False),  # each batch has its own mean
         ):

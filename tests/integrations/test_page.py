@@ -7,11 +7,13 @@ import re
 import tempfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
 
 import joinables
 from tests.ending import Ending
@@ -91,6 +93,65 @@ def test_accelerate(pool: Pool) -> None:
     expected = alone(Case(accumulate=2, weighted=True), epochs=1, clips=False)
     for state in pool.run(train_in_accelerate, ranks=2, timeout=40):
         assert_same(state, expected, 1e-5)
+
+
+def first_code(heading: str) -> str:
+    """The first code below a heading of Accelerate's page."""
+    page = PACKAGE.parent / "docs" / "frameworks" / "accelerate.md"
+    found = re.search(rf"^## {heading}$.*?^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def evaluate_in_accelerate(rank: int) -> tuple[int, list[int]]:
+    """Evaluate on the page's loader once rank 0 is out of data, and on data of each rank in each step."""
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        accelerate = accelerator()
+        net, counted, sums = torch.nn.Linear(3, 2), list[torch.Tensor](), list[int]()
+        model, optimizer = accelerate.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        held_out = TensorDataset(torch.ones(13, 3), torch.arange(13) % 2)
+
+        def train(x: torch.Tensor, y: torch.Tensor) -> None:
+            accelerate.backward(mse_loss(model(x), y))
+            own = torch.tensor((5, 8)[rank])
+            torch.distributed.all_reduce(own)
+            sums.append(int(own))
+
+        names: dict[str, Any] = {"join_uneven_inputs": join_uneven_inputs, "accelerator": accelerate, "train": train}
+        names |= {"metric": SimpleNamespace(add_batch=lambda _, labels: counted.append(labels))}
+        names |= {"eval_loader": accelerate.prepare(DataLoader(held_out, batch_size=2)), "optimizer": optimizer}
+        names |= {"model": model, "loader": [(torch.ones(2, 3), torch.ones(2, 2))] * (1, 3)[rank]}
+        exec(first_code("Evaluate in the training loop"), names)
+        return sum(map(len, counted)), sums
+
+
+def test_an_evaluation_in_accelerate(pool: Pool) -> None:
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
+    assert pool.run(evaluate_in_accelerate, ranks=2, timeout=40) == [(13, [13] * 3)] * 2
+
+
+def divide_in_accelerate(rank: int) -> dict[str, torch.Tensor]:
+    from joinables.integrations.accelerate import join_uneven_inputs
+    from tests.integrations.accelerate.micro_batches import STEPS, data_of
+    from tests.models import build
+
+    with launched():
+        accelerate, net = accelerator(gradient_accumulation_steps=STEPS), build("mlp")
+        model, optimizer = accelerate.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        names: dict[str, Any] = {"join_uneven_inputs": join_uneven_inputs, "accelerator": accelerate, "torch": torch}
+        names |= {"model": model, "optimizer": optimizer, "mse_loss": mse_loss, "loader": data_of(rank)}
+        exec(first_code("Batches of several sizes"), names)
+        return net.state_dict()
+
+
+def test_losses_that_are_divided_in_accelerate(pool: Pool) -> None:
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
+    from tests.integrations.accelerate.micro_batches import alone, divide
+
+    for state in pool.run(divide_in_accelerate, ranks=2, timeout=40):
+        assert_same(state, alone(divide), 1e-5)
 
 
 def train_in_transformers(rank: int) -> dict[str, torch.Tensor]:

@@ -389,6 +389,23 @@ def test_mistakes(ending: Ending, how: str, said: str) -> None:
         assert said in text
 
 
+def collects_a_window(rank: int) -> str:
+    """Read the batches of a window first, and train on them in its last step."""
+    ddp = DistributedDataParallel(Net())
+    collected: list[torch.Tensor] = []
+    with pytest.raises(JoinError) as caught, Join([ddp], divide_by_initial_world_size=False) as join:
+        for x in join.iterate([batch(rank, step) for step in range(COUNTS[rank])], window=3):
+            collected.append(x)
+            for each in collected if join.ends_window else ():
+                join.scale(ddp(each).square().mean()).backward()
+    return str(caught.value)
+
+
+def test_losses_that_are_scaled_in_another_step_are_refused(pool: Pool) -> None:
+    for text in pool.run(collects_a_window):
+        assert text.startswith("2 losses were scaled in step 3 of join.iterate, but none in an earlier step")
+
+
 def scales_before_the_gate(rank: int) -> str:
     net = Net()
     ddp = DistributedDataParallel(LossGate(net), find_unused_parameters=True)

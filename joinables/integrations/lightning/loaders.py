@@ -201,7 +201,10 @@ class Fetcher(DataFetcher):
         A block that begins inside an accumulation window, as a resumed run's may, has only the rest of the window.
         """
         blocks, window = self._blocks, self._trainer.accumulate_grad_batches
-        source.limit(max(limits(self.combined_loader)) - self.fetched)
+        parts = zip(self.combined_loader.flattened, limits(self.combined_loader), strict=True)
+        if any(not isinstance(part, StatefulLoader) or limit < (part.length or limit + 1) for part, limit in parts):
+            # Otherwise the loaders end by themselves, so that their states say so.
+            source.limit(max(limits(self.combined_loader)) - self.fetched)
         whole = True  # whether the windows of the current block are whole
         while not self.done:
             before = self.fetched % window

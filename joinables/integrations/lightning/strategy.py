@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,7 +28,7 @@ from join.collectives import collective_of
 from join.errors import add_note
 from join.joinable import NothingListed
 from join.mean import mean_over_ranks
-from joinables.integrations import warn_if_alone
+from joinables.integrations import reword, warn_if_alone
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.loaders import Fetcher, InjectedRank, Loader, share_length, trim
 from joinables.integrations.lightning.logged import LoggedValues, metrics_of
@@ -44,7 +44,21 @@ FIXES = {
     " Trainer(strategy='join_find_unused_parameters_true').",
     "J473": "Pass Trainer(strategy='join_find_unused_parameters_true').",
 }
-"""Fixes in terms of Lightning, by patterns of messages, of ``Join`` and of Lightning."""
+"""Additional fixes in terms of Lightning, by patterns of messages, of ``Join`` and of Lightning."""
+TENSORS = "Yield tensors in lists, tuples, dicts or dataclasses from the loader."
+ADVICE = {
+    "J067": ("Pass join.iterate(", TENSORS),
+    "J089": ("Move the prefetcher", "Call the module only in the thread that called fit, and only in its steps."),
+    "J460": ("Call join.scale(", "Call self.manual_backward(loss) for every loss."),
+    "J461": ("Call join.scale(", "Call self.manual_backward(loss) for every loss."),
+    "J471": (
+        "A loop over join.iterate has",
+        "Remove no_sync from the LightningModule, whose steps all reduce gradients.",
+    ),
+    "J536": ("Remove it,", "Remove it from the arguments of JoinStrategy, and step optimizers after the backward."),
+    "J555": ("Put tensors", TENSORS),
+}
+"""For codes of errors whose advice Lightning's users cannot follow: how it begins, and the advice that replaces it."""
 
 
 class JoinStrategy(DDPStrategy):
@@ -207,6 +221,12 @@ class JoinStrategy(DDPStrategy):
             )
         return super().all_gather(tensor, *args, **named)
 
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        # Under manual optimization only the module knows its windows, and a window may outlive the loop's step.
+        is_automatic = self.lightning_module.automatic_optimization
+        return super().block_backward_sync() if is_automatic else nullcontext()
+
     # -- failure ------------------------------------------------------------------------------------------------------
 
     @override
@@ -252,6 +272,7 @@ class FirstCallback(Callback):
         for pattern, fix in FIXES.items():
             if re.search(pattern, str(exception)):
                 add_note(exception, f"In Lightning: {fix}")
+        reword(exception, ADVICE)
         try:
             trainer.strategy._blocks.close(exception)  # sends it to the other ranks
         except Exception as failure:  # another rank failed first, and caused the failure of this one

@@ -55,6 +55,24 @@ class Adversaries(pl.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=0.02) for part in (self.generator, self.critic)]
 
 
+class Accumulating(Adversaries):
+    """Steps each optimizer after two batches, and after the last one."""
+
+    def __init__(self, blocks: bool) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def training_step(self, data: Any, index: int) -> None:
+        ends = index % 2 == 1 or self.trainer.is_last_batch
+        of_generator, of_critic = self.optimizers()
+        for optimizer, loss in ((of_critic, critic_loss), (of_generator, generator_loss)):
+            with optimizer.toggle_model(sync_grad=ends or not self.blocks):
+                self.manual_backward(loss(self.generator, self.critic, data[0]) / 2)
+                if ends:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
 def train(rank: int, case: Case) -> tuple[list[torch.Tensor], int]:
     quiet(rank)
     module = Adversaries()
@@ -81,3 +99,32 @@ def test_as_one_process(ending: Ending, counts: tuple[int, int]) -> None:
     for state, steps in ranks:
         torch.testing.assert_close(state, expected, rtol=1e-4, atol=2e-6)
         assert steps == 2 * case.epochs * max(counts)
+
+
+def accumulate(rank: int, counts: tuple[int, int], blocks: bool) -> list[torch.Tensor]:
+    quiet(rank)
+    module = Accumulating(blocks)
+    trainer = trainer_of(Case(epochs=1), strategy=JoinStrategy(find_unused_parameters=True))
+    trainer.fit(module, loader_of("stream", rank, counts[rank]))
+    return [each.detach().clone() for each in module.parameters()]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("counts", [(5, 2), (0, 3)], ids=str)
+def test_windows_of_the_module_itself(ending: Ending, counts: tuple[int, int], blocks: bool) -> None:
+    """Also where it has Lightning block the reductions of the gradients until the window ends."""
+    pairs = parts()
+    optimizers = [torch.optim.Adam(part.parameters(), lr=0.02) for part in pairs]
+    for step in range(max(counts)):
+        data = [batch(rank, step)[0] for rank in (0, 1) if step < counts[rank]]
+        total = 2 * math.fsum(map(len, data))
+        for at, loss in ((1, critic_loss), (0, generator_loss)):
+            pairs[1 - at].requires_grad_(False)
+            torch.stack([loss(*pairs, x) * len(x) / total for x in data]).sum().backward()
+            pairs[1 - at].requires_grad_(True)
+            if step % 2 == 1 or step + 1 == max(counts):
+                optimizers[at].step()
+                optimizers[at].zero_grad()
+    expected = [each.detach() for part in pairs for each in part.parameters()]
+    for state in ending.run(accumulate, counts, blocks, ranks=2):
+        torch.testing.assert_close(state, expected, rtol=1e-4, atol=2e-6)

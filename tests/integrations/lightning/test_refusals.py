@@ -13,10 +13,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from join import JoinError
 from joinables.integrations.lightning import JoinStrategy
 from joinables.integrations.lightning.names import check_version
 from tests.ending import Ending, assert_blamed, say
-from tests.integrations.lightning.training import Case, Counting, Module, loader_of, quiet, trainer_of
+from tests.integrations.lightning.training import Case, Counting, Module, Stream, loader_of, quiet, trainer_of
 
 
 class Broken(Module):
@@ -113,3 +114,37 @@ def fetch_by_itself(rank: int) -> None:
 
 def test_a_step_that_fetches_by_itself(ending: Ending) -> None:
     ending.run(fetch_by_itself, ranks=2)
+
+
+class Uncopied(list[Any]):
+    def __deepcopy__(self, _: Any) -> Any:
+        raise RuntimeError("there is only one")
+
+
+class Blocking(Module):
+    """Leaves gradients unreduced in each step."""
+
+    automatic_optimization = False
+
+    def training_step(self, data: Any, index: int) -> None:
+        with self.trainer.strategy.model.no_sync():
+            self.manual_backward(self.net(data[0]).mean())
+
+
+def fail(rank: int, blocks: bool) -> str:
+    quiet(rank)
+    module = (Blocking if blocks else Module)(Case())
+    stream = Stream(rank, 3 - rank)
+    loader: Any = stream if blocks else map(Uncopied, stream)
+    with pytest.raises(JoinError) as caught:
+        trainer_of(Case()).fit(module, loader)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "told"), [(True, "Remove no_sync from"), (False, "Yield tensors in lists, tuples, dicts")]
+)
+def test_advice_is_in_the_words_of_lightning(ending: Ending, blocks: bool, told: str) -> None:
+    """Also on the rank that is told of the error of another one."""
+    for text in ending.run(fail, blocks, ranks=2):
+        assert told in text and "join.iterate(" not in text

@@ -15,7 +15,16 @@ import lightning.pytorch as pl  # pyright: ignore[reportMissingImports]
 import torch
 
 from tests.ending import Ending
-from tests.integrations.lightning.training import Case, Module, batch, build, in_one_process, quiet, trainer_of
+from tests.integrations.lightning.training import (
+    Case,
+    Counting,
+    Module,
+    batch,
+    build,
+    in_one_process,
+    quiet,
+    trainer_of,
+)
 
 
 class Resumable:
@@ -104,3 +113,63 @@ def test_to_go_on_in_the_middle_of_a_window(ending: Ending, tmp_path: Path) -> N
     expected = in_one_process(replace(case, lost=1))
     for state in ending.run(train_from_within, case, file, True, ranks=2):
         torch.testing.assert_close(state, expected, rtol=1e-4, atol=2e-6)
+
+
+class Numbers:
+    """Samples of a rank, in order."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (torch.tensor(100.0 * self.rank + index),)
+
+
+class NumberStream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, rank: int, count: int) -> None:
+        self.numbers, self.at = Numbers(rank, count), 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        while self.at < len(self.numbers):
+            self.at += 1
+            yield self.numbers[self.at - 1]
+        self.at = 0
+
+
+def count(rank: int, kind: Any, folder: str, steps: list[int]) -> list[list[int]]:
+    """Train on numbers, and again from the checkpoint after each of these steps."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    quiet(rank)
+    found = list[list[int]]()
+    saves = pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    for step in (None, *steps):
+        module = Counting(Case())
+        more = {"enable_checkpointing": step is None, "callbacks": [saves] if step is None else []}
+        trainer = trainer_of(Case(epochs=2), use_distributed_sampler=False, **more)
+        loader = StatefulDataLoader(kind(rank, (5, 2)[rank]), batch_size=1)
+        trainer.fit(module, loader, ckpt_path=step and f"{folder}/step={step}.ckpt")
+        found.append(module.seen)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("kind", [Numbers, NumberStream])
+def test_torchdata_s_loader_goes_on_from_each_step(ending: Ending, tmp_path: Path, kind: Any) -> None:
+    """Also from the last step of an epoch, where the loader of one rank has a length that is the limit of Lightning."""
+    pytest.importorskip("torchdata")
+    steps = list(range(1, 10))
+    for rank, (whole, *others) in enumerate(ending.run(count, kind, str(tmp_path), steps, ranks=2)):
+        places = [(epoch, at) for epoch in (0, 1) for at in range((5, 2)[rank])]
+        assert whole == [100 * rank + at for _, at in places]
+        for step, seen in zip(steps, others, strict=True):
+            assert seen == [100 * rank + at for epoch, at in places if 5 * epoch + at >= step], step

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from join import JoinError
+from tests.ending import Ending
 from tests.integrations.ranks import launched
 from tests.integrations.transformers.lm import RANKS, ROWS, Stream, alone, llama, points, regression, sentences
 from tests.integrations.transformers.training import STEPS, TO_EVALUATE, parameters, trainer_of
@@ -40,7 +41,7 @@ def guarded() -> Any:
             self.dummies += self.shadowing
             if not torch.isfinite(loss) or not loss.item():
                 raise ValueError("there is nothing to learn")
-            with pytest.raises(JoinError, match=r"Call accelerator\.gather_for_metrics"):
+            with pytest.raises(JoinError, match=r"Guarded calls accelerator\.gather in a step, .* \[J602\]"):
                 self.accelerator.gather(loss.detach())
             return loss
 
@@ -131,3 +132,24 @@ def warned(rank: int, same: bool) -> list[str]:
 def test_ranks_that_read_the_same_stream_are_warned(pool: Pool, same: bool) -> None:
     for told in pool.run(warned, same, ranks=RANKS, timeout=60):
         assert [text.partition(" begins")[0] for text in told] == ["The train_dataset of ranks [0, 1]"] * same
+
+
+class Uncopied(dict[str, Any]):
+    def __deepcopy__(self, _: Any) -> Any:
+        raise RuntimeError("there is only one")
+
+
+def fail(rank: int) -> str:
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(rank, "samples", folder, train_dataset=Stream(points, rank, ((1, 2),)), max_steps=2)
+        collate = trainer.data_collator
+        trainer.data_collator = lambda samples: Uncopied(collate(samples))
+        with pytest.raises(JoinError) as caught:
+            trainer.train()
+        return str(caught.value)
+
+
+def test_advice_is_in_the_words_of_a_trainer(ending: Ending) -> None:
+    """Also on the rank that is told of the error of another one."""
+    for text in ending.run(fail, ranks=2):
+        assert "from the data_collator. [J067]" in text and "join.iterate(" not in text

@@ -1,0 +1,64 @@
+"""The table of patterns: its tests exist, its errors are known, and the page has it. This runs everywhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.errors import texts
+from docs.patterns import PAGE, page
+from joinables.integrations import reword
+from tests.integrations.table import COLUMNS, FOLDERS, ROWS
+
+HERE = Path(__file__).parent
+CELLS = {f"{row.title}, {column}": (column, getattr(row, column)) for row in ROWS for column in COLUMNS}
+CODES = {code: text for text in texts() for code in text.codes}
+
+
+@pytest.mark.parametrize("name", [name for name, (_, cell) in CELLS.items() if cell])
+def test_a_cell_is_shown(name: str) -> None:
+    column, cell = CELLS[name]
+    outcome, _, shown = cell.partition(" ")
+    if outcome == "yours":
+        file, _, section = shown.partition("#")
+        titles = re.findall(r"^##+ (.*)$", (PAGE.parent / "frameworks" / file).read_text(), re.MULTILINE)
+        assert section in {title.lower().replace(" ", "-") for title in titles}
+        return
+    assert outcome == "exact" or outcome in CODES
+    file, _, test = shown.partition("::")
+    folders = HERE / FOLDERS.get(column, column), HERE.parent / "join"
+    assert any(f"def {test}(" in path.read_text() for each in folders if (path := each / f"{file}.py").exists())
+
+
+def test_the_page_has_the_table() -> None:
+    assert PAGE.read_text() == page(), "run python -m docs.patterns"
+
+
+UNREACHABLE = {
+    "J075": "the loop and its loader belong to the integration, which does not ask for its state",
+    "J115": "dummies are last batches, which are not empty",
+    "J421": "a module of Lightning's is in DDP",
+    "J468": "users have no Join whose weight they could set",
+    "J521": "it is Accelerate's: in a Trainer it is J602",
+    "J524": "the loader of the loop is the integration's",
+    "J564": "it is of plain blocks",
+}
+"""Errors whose advice is a loop, and that users of Lightning and of Transformers do not meet."""
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_no_advice_is_a_loop_that_users_do_not_write(framework: str) -> None:
+    """Each text that says what to pass to a loop is reworded for frameworks that have the loop, or is not met there."""
+    package = "lightning.strategy" if framework == "lightning" else framework
+    pytest.importorskip(framework, reason=f"needs the extra {framework}: make test-frameworks")
+    advice = pytest.importorskip(f"joinables.integrations.{package}").ADVICE
+    said = {code for code, text in CODES.items() if "join.iterate(" in text.words and "trainer" not in text.path.parts}
+    assert said - set(advice) - set(UNREACHABLE) == set()
+    for code in advice:
+        error, peer = RuntimeError(CODES[code].words), RuntimeError(f"rank 1 failed: JoinError: {CODES[code].words}")
+        for each in (error, peer):
+            reword(each, advice)
+            assert "join.iterate(" not in str(each) and "join.scale(" not in str(each)
+            assert advice[code][1] in str(each) and str(each).endswith(f"[{code}]")

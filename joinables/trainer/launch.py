@@ -482,7 +482,11 @@ def _work(rank: int, job: _Job) -> None:
             (job.folder / "call").unlink(missing_ok=True)
         result = _as_rank(Place(rank, job.world_size, rank), store, job.options, fn, args)
         if rank == 0:
-            write(result, job.folder / "result")
+            try:
+                write(result, job.folder / "result")
+            except Exception as error:
+                getattr(result, "lost", lambda _: None)(error)  # the last process that has the result ends here
+                raise
     except SystemExit:
         raise  # fn ends the process with this code, which the parent reads
     except BaseException as error:

@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -31,6 +31,7 @@ from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.launch import launcher_of, write
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
+from joinables.trainer.rescue import keep, load_home, weights_only
 from joinables.trainer.run import Run, Task, TrainerState, Uneven, is_limit
 from joinables.trainer.strategy import Strategy, strategy_of
 
@@ -245,7 +246,12 @@ class Trainer(TrainerState):
                 self.epochs, self.global_step = before
                 raise
         if home is not None:
-            self._load_home(module, result, home)
+            try:
+                self._load_home(module, result, home, state)
+            except Exception as error:
+                if state is not None:
+                    keep(error, state, self.default_root_dir)
+                raise
         if state is not None:
             kept = {name: value for name, value in state.items() if name != "module"}
             # The tensors are copied, since the optimizer of the next fit would change them.
@@ -266,15 +272,17 @@ class Trainer(TrainerState):
         # Another process receives these states with its task.
         return {**vars(self), "_last_module": None, "_last_state": None, "_first_states": {}}
 
-    def _load_home(self, module: TrainModule, result: Result, home: dict[str, Any]) -> None:
-        """Load the state of rank 0, which is another process, into this one."""
-        self.metrics = dict(result.callback_metrics)
-        self.load_state_dict(vars(result))
-        self.should_stop, self.strategy.report = result.stopped, result.join_report
+    def _load_home(self, module: TrainModule, result: Result, home: dict[str, Any], state: Any) -> None:
+        """Load the state of rank 0, which is another process, into this one; the weights first."""
         if self.dtype is torch.float64:
             module.double()
-        if home["module"] is not None:
+        if state is not None:
+            load_home(module, home["module"], state, self.default_root_dir)
+        elif home["module"] is not None:
             module.load_state_dict(home["module"])
+        self.metrics = dict(result.callback_metrics)
+        self.should_stop, self.strategy.report = result.stopped, result.join_report
+        self.load_state_dict(vars(result))
         rng.restore(home["random"])
 
     # -- for modules and callbacks ------------------------------------------------------------------------------------
@@ -415,14 +423,27 @@ def _in_order(callbacks: Any) -> list[Callback]:
 # -- one rank's part --------------------------------------------------------------------------------------------------
 
 
-def work(
-    trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task
-) -> tuple[Result, dict[str, Any] | None, dict[str, Any] | None]:
-    """Do one rank's part of a run; called on all ranks.
+class Outcome(NamedTuple):
+    """Outcome of a run on one rank.
 
-    Returns:
-        The result, the snapshot of a fit on rank 0, and the weights and random state if another process asked for them.
+    Attributes:
+        result: The result.
+        state: The snapshot of a fit on rank 0.
+        home: The weights, the random state and the folder for files, if another process asked for them.
     """
+
+    result: Result
+    state: dict[str, Any] | None
+    home: dict[str, Any] | None
+
+    def lost(self, error: Exception) -> None:
+        """Keep what was trained, since the outcome cannot be sent."""
+        if self.state is not None and self.home is not None:
+            keep(error, self.state, self.home["folder"])
+
+
+def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Outcome:
+    """Do one rank's part of a run; called on all ranks."""
     is_at_home, device = os.getpid() == task.home, trainer.device_of(trainer.strategy.collective.rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
@@ -442,6 +463,10 @@ def work(
                 if task.saved is not None:
                     module.load_state_dict(task.saved["module"])
                 outputs["metrics"], outputs["predictions"] = evaluate(run, loaders["loader"], task.stage)
+    except Exception as error:
+        if isinstance(run, Fit) and run.is_trained and not is_at_home and run.collective.rank == 0:
+            keep(error, state or weights_only(module, trainer), trainer.default_root_dir)
+        raise
     finally:
         if isinstance(run, Fit):
             run.end()
@@ -456,9 +481,9 @@ def work(
         **outputs,
     )
     if is_at_home or run.collective.rank != 0:
-        return result, state, None
+        return Outcome(result, state, None)
     weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
-    return result, state, {"module": weights, "random": rng.capture()}
+    return Outcome(result, state, {"module": weights, "random": rng.capture(), "folder": trainer.default_root_dir})
 
 
 @contextmanager

@@ -106,8 +106,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/strategy.py",
-        "            reducer.check_finished(self.ddp)\n",
-        "",
+        "if not reducer.has_finished(self.ddp):",
+        "if False:",
         FREEZING + "test_a_change_that_the_wrapper_cannot_follow",
     ),
     Mutant(

@@ -485,7 +485,9 @@ def _work(rank: int, job: _Job) -> None:
             try:
                 write(result, job.folder / "result")
             except Exception as error:
-                getattr(result, "lost", lambda _: None)(error)  # the last process that has the result ends here
+                lost: Callable[[Exception], None] | None = getattr(result, "lost", None)
+                if lost is not None:  # the last process that has the result ends here
+                    lost(error)
                 raise
     except SystemExit:
         raise  # fn ends the process with this code, which the parent reads

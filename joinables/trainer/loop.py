@@ -28,7 +28,7 @@ from join.batch import map_tensors
 from join.transfer import broadcast_tree
 from joinables.modules import keeping_modes
 from joinables.trainer import checkpoint, rng
-from joinables.trainer.data import Plan, distribute, sampler_of
+from joinables.trainer.data import Plan, distribute, known_length, sampler_of
 from joinables.trainer.metrics import monitored
 from joinables.trainer.module import TrainModule
 from joinables.trainer.run import Run, Snapshots, Task, TrainerState, is_limit
@@ -144,6 +144,8 @@ class Fit(Run):
         self.module.on_train_epoch_start()
         self.call("on_train_epoch_start")
         plan = Plan.agree(self.collective, self._loader)
+        if self.shown is not None:
+            self.shown.lengths = [plan.shortest] if trainer.uneven == "stop" else plan.lengths
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
         finished = self.collective.reduce_boolean_decision(self._train(plan))
@@ -296,6 +298,8 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
     outputs: list[Any] = []
     with keeping_modes(module), torch.no_grad(), run.fresh_metrics():
         module.eval()
+        if run.shown is not None:
+            run.shown.lengths = [known_length(local)]
         run.call("on_evaluation_start", stage)
         run.samples = 1  # values logged in a hook weigh the same on all ranks
         getattr(module, f"on_{name}_start")()

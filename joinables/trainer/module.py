@@ -199,20 +199,22 @@ class TrainModule(torch.nn.Module):
         Args:
             name: The metric's name.
             value: A number, or a tensor with one element. For ``"mean"``, it is the mean over the samples of the batch.
-            prog_bar: Ignored, for compatibility with Lightning.
+            prog_bar: Whether the progress bar shows it. If no value has ``prog_bar``, the bar shows all.
             reduce_fx: The reduction of the values to one. ``"mean"`` weights them by their numbers of samples.
             batch_size: The number of samples in the batch; by default, the length of the batch's first tensor.
-            logger: Ignored, as are the arguments that follow: values are always reduced over the epoch and the ranks.
-            on_step: Ignored.
-            on_epoch: Ignored.
-            sync_dist: Ignored.
+            logger: Whether the trainer's loggers receive it.
+            on_step: Whether loggers receive ``NAME_step``, the value of rank 0's batch, every ``log_every_n_steps``
+                training steps; by default they do.
+            on_epoch: Whether loggers receive the mean of the epoch; by default they do.
+            sync_dist: Ignored, for compatibility with Lightning: means are always over all ranks.
 
         Raises:
             ValueError: If ``reduce_fx`` is unknown, or differs from the metric's previous one.
             TypeError: If the value is not one number.
             RuntimeError: In a prediction.
         """
-        self.trainer.run.log(name, value, batch_size, reduce_fx)
+        shown = {"on_step": on_step is not False, "on_epoch": on_epoch is not False}
+        self.trainer.run.log(name, value, batch_size, reduce_fx, prog_bar=prog_bar, logger=logger, **shown)
 
     def log_dict(self, metrics: Mapping[str, float | torch.Tensor], prog_bar: bool = False, **options: Any) -> None:
         """Record several metrics; ``options`` are passed to :meth:`log`."""

@@ -22,7 +22,7 @@ from join.joinable import Burst, OnGroup
 from joinables.modules import replaced
 from joinables.trainer import rng
 from joinables.trainer.data import UnevenDistributedSampler, set_epoch
-from joinables.trainer.metrics import MetricStore, Reduction
+from joinables.trainer.metrics import Logged, MetricStore, Reduction, Shown
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.strategy import Strategy
 
@@ -239,6 +239,8 @@ class Run:
         """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the current batch."""
+        self.shown: Shown | None = None
+        """Values that are shown, if this rank shows any."""
         self.position = Position(self.store, trainer.epochs)
         self.weight_unit: int | None = None
         """The number of samples that weigh 1 in gradients; ``None`` if all batches weigh the same."""
@@ -249,6 +251,8 @@ class Run:
     def take(self, batch: Any) -> Any:
         """Return the batch on the device and in the run's precision, and count its samples."""
         self.samples = samples_in(batch)
+        if self.shown is not None:
+            self.shown.step.clear()
         doubles = self.trainer.dtype is torch.float64
         if self.device.type == "cpu" and not doubles:
             return batch
@@ -270,7 +274,18 @@ class Run:
         for callback in self.trainer.callbacks:
             getattr(callback, hook)(self.trainer, self.module, *args)
 
-    def log(self, name: str, value: Any, batch_size: int | None, reduce_fx: Reduction) -> None:
+    def log(
+        self,
+        name: str,
+        value: Any,
+        batch_size: int | None,
+        reduce_fx: Reduction,
+        *,
+        prog_bar: bool,
+        logger: bool,
+        on_step: bool,
+        on_epoch: bool,
+    ) -> None:
         """Record a metric; arguments as of ``TrainModule.log``."""
         if not self.takes_metrics:
             raise RuntimeError(
@@ -278,10 +293,19 @@ class Run:
                 " metrics. Log it in a step or another hook. [J272]"
             )
         self.store.record(name, value, self.samples if batch_size is None else batch_size, reduce_fx)
+        if prog_bar or not (logger and on_epoch):
+            metric = self.store[name]
+            metric.prog_bar, metric.logger = prog_bar, logger and on_epoch
+        if self.shown is not None:
+            held = value.detach() if isinstance(value, torch.Tensor) else value
+            self.shown.step[name] = Logged(held, prog_bar, logger and on_step)
 
     def reduce_metrics(self) -> dict[str, float]:
         """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""
-        values = self.store.reduce(self.collective)
+        metrics = self.store.reduce(self.collective)
+        if self.shown is not None:
+            self.shown.metrics.update(metrics)
+        values = {name: metric.value for name, metric in metrics.items()}
         self.trainer.metrics.update(values)
         return values
 

@@ -29,8 +29,10 @@ from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.launch import launcher_of, write
+from joinables.trainer.loggers import Logs, loggers_of
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
+from joinables.trainer.progress import ProgressBar, is_watched
 from joinables.trainer.rescue import keep, load_home, weights_only
 from joinables.trainer.run import Run, Task, TrainerState, Uneven, is_limit
 from joinables.trainer.strategy import Strategy, strategy_of
@@ -90,6 +92,13 @@ class Trainer(TrainerState):
             ends the epoch with the first rank that is out of data, and ``"error"`` raises.
         callbacks: Objects that are called at certain points of a run.
         default_root_dir: The folder for files; by default, the current directory.
+        logger: A logger or several, which receive the metrics: ``CSVLogger``, ``TensorBoardLogger``, a logger of
+            Lightning, or any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. ``None`` is a
+            ``CSVLogger`` if ``default_root_dir`` is set, and no logger otherwise. ``True`` is a ``CSVLogger``, and
+            ``False`` no logger.
+        log_every_n_steps: The number of optimizer steps between the values of single steps that loggers receive.
+        enable_progress_bar: Whether rank 0 shows its progress on stderr; by default, if stderr is a terminal or this is
+            a notebook. It is a bar if tqdm is installed, and a line for each epoch otherwise.
         seed: The seed of random numbers and of the order of data. With ``None``, ranks that are started here continue
             with the random state of this process, and this process continues with that state of rank 0.
 
@@ -113,6 +122,9 @@ class Trainer(TrainerState):
         uneven: Uneven = "join",
         callbacks: Sequence[Callback] | Callback | None = None,
         default_root_dir: str | os.PathLike[str] | None = None,
+        logger: Any = None,
+        log_every_n_steps: int = 50,
+        enable_progress_bar: bool | None = None,
         seed: int | None = None,
     ) -> None:
         _check_choice("uneven", uneven, ("join", "stop", "error"))
@@ -136,7 +148,10 @@ class Trainer(TrainerState):
         self.max_epochs = 1 if max_epochs is None and not is_limit(max_steps) else max_epochs
         self.max_steps, self.seed = max_steps, seed
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
-        self.uneven, self.callbacks = uneven, _in_order(callbacks)
+        shows = is_watched() if enable_progress_bar is None else enable_progress_bar
+        loggers = loggers_of(logger, has_folder=default_root_dir is not None)
+        own = [ProgressBar()] * shows + [Logs(loggers, log_every_n_steps, tells=shows)] * bool(loggers)
+        self.uneven, self.callbacks = uneven, _in_order(callbacks, own)
         self.default_root_dir = Path(default_root_dir or ".").absolute()
         self.metrics = {}
         """The latest value of every metric."""
@@ -406,9 +421,10 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
     return wanted
 
 
-def _in_order(callbacks: Any) -> list[Callback]:
-    """Return the callbacks in the order in which they are called."""
+def _in_order(callbacks: Any, others: Sequence[Callback] = ()) -> list[Callback]:
+    """Return the callbacks, and then others, in the order in which they are called."""
     listed: list[Any] = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+    listed += others
     for callback in listed:
         check_callback(callback)
     listed.sort(key=lambda callback: callback.is_last)

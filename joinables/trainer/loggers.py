@@ -12,9 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import logging
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -26,14 +24,12 @@ from join.files import replacing
 from joinables.trainer.metrics import Shown
 from joinables.trainer.module import Callback, TrainModule
 
-logger = logging.getLogger("joinables")
 
-
-class FolderLogger(ABC):
+class FolderLogger:
     """Logger that writes into a folder ``version_N``, a new one for each fit that does not resume.
 
     Args:
-        save_dir: The folder that contains the folders; by default ``logs`` in the trainer's ``default_root_dir``.
+        save_dir: The folder that contains the folders; by default in ``logs`` in the trainer's ``default_root_dir``.
     """
 
     def __init__(self, save_dir: str | Path | None = None) -> None:
@@ -41,24 +37,13 @@ class FolderLogger(ABC):
         self.log_dir: Path | None = None
         """The folder of the last fit."""
 
-    def open(self, root: Path, step: int, epoch: int) -> None:
-        """Continue in ``log_dir`` after the given step and number of epochs, or begin a new folder."""
-        root = self._root or root / "logs" / type(self).__name__.removesuffix("Logger").lower()
+    def open(self, default: Path, step: int, epoch: int) -> Path:
+        """Return ``log_dir``, to continue there after this step and number of epochs, or a new folder."""
+        root = self._root or default / "logs" / type(self).__name__.removesuffix("Logger").lower()
         if self.log_dir is None or self.log_dir.parent != root:
             self.log_dir = next(path for path in (root / f"version_{n}" for n in count()) if not path.exists())
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self._open(self.log_dir, step, epoch)
-
-    @abstractmethod
-    def _open(self, folder: Path, step: int, epoch: int) -> None: ...
-
-    @abstractmethod
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write values by name."""
-
-    @abstractmethod
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the module's hyperparameters."""
+        return self.log_dir
 
 
 class CSVLogger(FolderLogger):
@@ -69,44 +54,37 @@ class CSVLogger(FolderLogger):
     """
 
     @override
-    def _open(self, folder: Path, step: int, epoch: int) -> None:
-        rows, columns = self._read()
-        kept = [row for row in rows if int(row["step"]) <= step and int(row["epoch"]) <= epoch]
-        self._rewrite(kept, columns or ["epoch", "step"])
+    def open(self, default: Path, step: int, epoch: int) -> Path:
+        self._path = super().open(default, step, epoch) / "metrics.csv"
+        kept = [row for row in self._rows() if int(row["step"]) <= step and int(row["epoch"]) <= epoch]
+        self._write(["epoch", "step", *(name for name in (kept or [{}])[0] if name not in ("epoch", "step"))], kept)
+        return self._path.parent
 
-    @property
-    def path(self) -> Path:
-        """File of the metrics."""
-        assert self.log_dir is not None, "no fit has begun"
-        return self.log_dir / "metrics.csv"
+    def _rows(self) -> list[dict[str, str]]:
+        if not self._path.exists():
+            return []
+        with self._path.open(newline="") as file:
+            return list(csv.DictReader(file))
 
-    def _read(self) -> tuple[list[dict[str, str]], list[str]]:
-        if not self.path.exists():
-            return [], []
-        with self.path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            return list(reader), list(reader.fieldnames or ())
-
-    def _rewrite(self, rows: Sequence[Mapping[str, Any]], columns: list[str]) -> None:
-        text = io.StringIO()
+    def _write(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
+        self._columns, text = columns, io.StringIO()
         writer = csv.DictWriter(text, columns)
         writer.writeheader()
         writer.writerows(rows)
-        with replacing(self.path) as file:
+        with replacing(self._path) as file:
             file.write(text.getvalue().encode())
-        self._columns = columns
 
-    @override
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write a row; the file is complete after each row."""
         row = {"step": step, **metrics}
         if new := [name for name in row if name not in self._columns]:
-            self._rewrite(self._read()[0], [*self._columns, *new])
-        with self.path.open("a", newline="") as file:
+            self._write([*self._columns, *new], self._rows())
+        with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns).writerow(row)
 
-    @override
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        with replacing(self.path.with_name("hparams.json")) as file:
+        """Write ``hparams.json``."""
+        with replacing(self._path.with_name("hparams.json")) as file:
             file.write(json.dumps(dict(params), indent=2, default=str).encode())
 
 
@@ -133,35 +111,36 @@ class TensorBoardLogger(FolderLogger):
             ) from error
 
     @override
-    def _open(self, folder: Path, step: int, epoch: int) -> None:
+    def open(self, default: Path, step: int, epoch: int) -> Path:
         from torch.utils.tensorboard.writer import SummaryWriter
 
+        folder = super().open(default, step, epoch)
         self.experiment = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+        return folder
 
-    @override
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write a point of each curve, and flush."""
         for name, value in metrics.items():
             self.experiment.add_scalar(name, value, step)
         self.experiment.flush()
 
-    @override
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write a text for each."""
         for name, value in params.items():
             self.experiment.add_text(f"hyperparameters/{name}", str(value))
 
     def finalize(self, status: str) -> None:
         """Close the files."""
-        self.experiment.close()
-        self.experiment = None
+        self.experiment = self.experiment.close()
 
 
 def loggers_of(argument: Any, *, has_folder: bool) -> list[Any]:
-    """Return the loggers that the argument ``logger=`` of a trainer stands for.
+    """Return the loggers of a trainer's argument ``logger``.
 
     Raises:
         TypeError: If an object is not a logger.
     """
-    if argument in (None, True, False):
+    if argument is None or isinstance(argument, bool):
         return [CSVLogger()] if argument or (argument is None and has_folder) else []
     loggers = list(cast("Sequence[Any]", argument)) if isinstance(argument, (list, tuple)) else [argument]
     for each in loggers:
@@ -179,7 +158,7 @@ class Logs(Callback):
     Args:
         loggers: The loggers.
         every: The number of optimizer steps between values of single steps.
-        tells: Whether the path of the log is printed at the end of a fit.
+        tells: Whether the folders of the log are printed at the end of a fit.
     """
 
     def __init__(self, loggers: Sequence[Any], every: int, *, tells: bool) -> None:
@@ -194,50 +173,41 @@ class Logs(Callback):
     @override
     def on_train_start(self, trainer: Any, module: TrainModule) -> None:
         self._open(trainer, module)
-        # Any rank may write the checkpoint, which has the folders.
+        # Any rank may write a checkpoint, which has the folders.
         self.load_state_dict(trainer.run.collective.broadcast_object(self.state_dict(), 0, plain=True))
 
     def _open(self, trainer: Any, module: TrainModule) -> None:
-        self._logged_step = trainer.global_step
-        if trainer.run.shown is None:
-            return
-        self._is_open = True
-        found: Any = getattr(module, "hparams", None)
-        params: Any = vars(found) if found is not None and not isinstance(found, Mapping) else found
-        for each in self.loggers:
+        self._logged_step, params = trainer.global_step, getattr(module, "hparams", None)
+        for each in self.loggers if trainer.run.shown is not None else ():
             if isinstance(each, FolderLogger):
                 each.open(trainer.default_root_dir, trainer.global_step, trainer.epochs)
-            if params is not None:
-                each.log_hyperparams(dict(params))
+            if isinstance(params, Mapping):
+                cast("Any", each).log_hyperparams(params)
+        self._is_open = trainer.run.shown is not None
 
     @override
     def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        shown, step = trainer.run.shown, trainer.global_step
-        if shown is not None and step % self._every == 0 and step != self._logged_step:
-            self._logged_step = step
-            self._write(
-                trainer, {f"{name}_step": float(each.value) for name, each in shown.step.items() if each.logger}
-            )
+        step = trainer.global_step
+        if self._is_open and step % self._every == 0 and step != self._logged_step:
+            self._logged_step, values = step, trainer.run.shown.step
+            self._write(trainer, {f"{name}_step": float(each.value) for name, each in values.items() if each.logger})
 
     @override
     def on_train_epoch_end(self, trainer: Any, module: TrainModule) -> None:
-        self._write_metrics(trainer)
+        if self._is_open:
+            metrics = trainer.run.shown.metrics
+            self._write(trainer, {name: each.value for name, each in metrics.items() if each.logger})
+            metrics.clear()
 
     @override
     def on_train_end(self, trainer: Any, module: TrainModule) -> None:
-        self._write_metrics(trainer)
+        self.on_train_epoch_end(trainer, module)  # values of hooks, or of an epoch that max_steps has ended
 
     @override
     def on_evaluation_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
         if trainer.run.task.stage not in ("fit", "predict"):
             self._open(trainer, module)
-            self._write_metrics(trainer)
-
-    def _write_metrics(self, trainer: Any) -> None:
-        """Write the metrics that were reduced since the last time."""
-        if (shown := trainer.run.shown) is not None:
-            self._write(trainer, {name: each.value for name, each in shown.metrics.items() if each.logger})
-            shown.metrics.clear()
+            self.on_train_epoch_end(trainer, module)
 
     def _write(self, trainer: Any, values: dict[str, float]) -> None:
         for each in self.loggers if values else ():
@@ -246,33 +216,20 @@ class Logs(Callback):
                 each.save()
 
     @override
-    def on_exception(self, trainer: Any, module: TrainModule, error: BaseException) -> None:
-        self._close("failed")
-
-    @override
     def on_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        folders = [str(each.log_dir) for each in self.loggers if self._is_open and getattr(each, "log_dir", None)]
-        self._close("success")
-        if folders and stage == "fit":
-            logger.info("logged to %s", ", ".join(folders))
-            if self._tells:
-                print(f"Logged to {', '.join(folders)}", file=sys.stderr, flush=True)
-
-    def _close(self, status: str) -> None:
         for each in self.loggers if self._is_open else ():
             if hasattr(each, "finalize"):
-                each.finalize(status)
+                each.finalize("failed" if sys.exc_info()[0] else "success")
+            if self._tells and stage == "fit":
+                print(f"Logged to {getattr(each, 'log_dir', each)}", file=sys.stderr, flush=True)
         self._is_open = False
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        own = (each.log_dir if isinstance(each, FolderLogger) else None for each in self.loggers)
-        return {"folders": [None if folder is None else str(folder) for folder in own]}
+        return {"folders": [str(each.log_dir or "") if isinstance(each, FolderLogger) else "" for each in self.loggers]}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        folders = cast("list[str | None]", state["folders"])
-        if len(folders) == len(self.loggers):  # the trainer that wrote the checkpoint may have had others
-            for each, folder in zip(self.loggers, folders, strict=True):
-                if isinstance(each, FolderLogger):
-                    each.log_dir = None if folder is None else Path(folder)
+        for each, folder in zip(self.loggers, state["folders"], strict=False):  # an earlier trainer may have had others
+            if isinstance(each, FolderLogger):
+                each.log_dir = Path(folder) if folder else None

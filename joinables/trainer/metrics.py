@@ -126,16 +126,8 @@ class MetricStore(dict[str, Metric]):
     def _add_number(self, name: str, reduce_fx: Reduction, number: float, weight: float) -> None:
         self._add(name, reduce_fx, [number * weight if reduce_fx == "mean" else number], weight)
 
-    def _add(
-        self,
-        name: str,
-        reduce_fx: Reduction,
-        parts: Sequence[float],
-        weight: float,
-        prog_bar: bool = False,
-        logger: bool = True,
-    ) -> None:
-        metric = self.setdefault(name, Metric(reduce_fx, prog_bar=prog_bar, logger=logger))
+    def _add(self, name: str, reduce_fx: Reduction, parts: Sequence[float], weight: float, **shown: Any) -> None:
+        metric = self.setdefault(name, Metric(reduce_fx, **shown))
         if metric.reduce_fx != reduce_fx or reduce_fx not in get_args(Reduction):
             raise ValueError(
                 f"Metric {name!r} was logged with {reduce_fx=}, which is unknown or differs from its previous"

@@ -213,8 +213,8 @@ class TrainModule(torch.nn.Module):
             TypeError: If the value is not one number.
             RuntimeError: In a prediction.
         """
-        shown = {"on_step": on_step is not False, "on_epoch": on_epoch is not False}
-        self.trainer.run.log(name, value, batch_size, reduce_fx, prog_bar=prog_bar, logger=logger, **shown)
+        to = prog_bar, logger and on_epoch is not False, logger and on_step is not False
+        self.trainer.run.log(name, value, batch_size, reduce_fx, to)
 
     def log_dict(self, metrics: Mapping[str, float | torch.Tensor], prog_bar: bool = False, **options: Any) -> None:
         """Record several metrics; ``options`` are passed to :meth:`log`."""

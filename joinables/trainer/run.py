@@ -5,7 +5,7 @@ A run lives in the process of its rank, from the start of the rank's work to its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -274,31 +274,27 @@ class Run:
         for callback in self.trainer.callbacks:
             getattr(callback, hook)(self.trainer, self.module, *args)
 
-    def log(
-        self,
-        name: str,
-        value: Any,
-        batch_size: int | None,
-        reduce_fx: Reduction,
-        *,
-        prog_bar: bool,
-        logger: bool,
-        on_step: bool,
-        on_epoch: bool,
-    ) -> None:
-        """Record a metric; arguments as of ``TrainModule.log``."""
+    def log(self, name: str, value: Any, samples: int | None, reduce_fx: Reduction, to: Sequence[bool]) -> None:
+        """Record a metric; arguments as of ``TrainModule.log``.
+
+        Args:
+            name: The metric's name.
+            value: Its value in this step or hook.
+            samples: The number of samples; ``None`` for those of the current batch.
+            reduce_fx: The reduction of the values to one.
+            to: Whether a progress bar shows it, and whether loggers receive it of each epoch, and of single steps.
+        """
         if not self.takes_metrics:
             raise RuntimeError(
                 f"Metric {name!r} was logged in a prediction, or in a callback's on_start or on_end, which have no"
                 " metrics. Log it in a step or another hook. [J272]"
             )
-        self.store.record(name, value, self.samples if batch_size is None else batch_size, reduce_fx)
-        if prog_bar or not (logger and on_epoch):
-            metric = self.store[name]
-            metric.prog_bar, metric.logger = prog_bar, logger and on_epoch
+        self.store.record(name, value, self.samples if samples is None else samples, reduce_fx)
+        if to[:2] != (False, True):
+            self.store[name].prog_bar, self.store[name].logger = to[:2]
         if self.shown is not None:
             held = value.detach() if isinstance(value, torch.Tensor) else value
-            self.shown.step[name] = Logged(held, prog_bar, logger and on_step)
+            self.shown.step[name] = Logged(held, to[0], to[2])
 
     def reduce_metrics(self) -> dict[str, float]:
         """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""

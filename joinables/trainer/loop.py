@@ -32,6 +32,7 @@ from joinables.trainer.data import Plan, distribute, known_length, sampler_of
 from joinables.trainer.metrics import monitored
 from joinables.trainer.module import TrainModule
 from joinables.trainer.run import Run, Snapshots, Task, TrainerState, is_limit
+from joinables.trainer.samples import SampleCounter, counts_samples
 
 logger = logging.getLogger("joinables")
 
@@ -183,7 +184,7 @@ class Fit(Run):
         uneven = self.trainer.uneven
         vote = uneven == "stop" and plan.shortest is None and len(plan.lengths) > 1
         self._accumulated = self.trainer.accumulate_grad_batches
-        is_weighted = self._accumulated > 1 or not plan.equal_batches
+        is_weighted = self._accumulated > 1 or not plan.equal_batches or counts_samples(self.module)
         self.weight_unit = plan.batch_size if is_weighted else None
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
         listed = [
@@ -205,8 +206,9 @@ class Fit(Run):
 
     def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
         module, voting = self.module, self._while_all_have_one if vote else None
+        samples = SampleCounter(module, self._loader)
         for index, batch, is_last in self.position.batches(self._loader, limit, voting):
-            batch = self.take(batch)
+            batch = self.take(batch, samples(batch, index))
             module.on_train_batch_start(batch, index)
             self.call("on_train_batch_start", batch, index)
             if module.automatic_optimization:
@@ -304,8 +306,9 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
         run.samples = 1  # values logged in a hook weigh the same on all ranks
         getattr(module, f"on_{name}_start")()
         getattr(module, f"on_{name}_epoch_start")()
+        samples = SampleCounter(module, local)
         for index, batch in enumerate(rng.iterate(local)):
-            batch = run.take(batch)
+            batch = run.take(batch, samples(batch, index))
             getattr(module, f"on_{name}_batch_start")(batch, index)
             with run.autocast():
                 output = getattr(module, f"{name}_step")(batch, index)

@@ -79,6 +79,14 @@ class TrainModule(torch.nn.Module):
         """
         raise NotImplementedError
 
+    def batch_size(self, batch: Any) -> int | None:
+        """Return the number of samples in a batch, which weighs its gradients and metrics.
+
+        Override it if the trainer counts wrong. By default, it counts the elements of the data set that a
+        ``DataLoader`` puts into the batch. For other loaders, and if no tensor of the batch has that length, it counts
+        the rows of the first tensor. Without tensors, it asks an object for ``num_graphs`` or its length.
+        """
+
     # -- hooks that a user may override -------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
@@ -201,7 +209,7 @@ class TrainModule(torch.nn.Module):
             value: A number, or a tensor with one element. For ``"mean"``, it is the mean over the samples of the batch.
             prog_bar: Whether the progress bar shows it. If no value has ``prog_bar``, the bar shows all.
             reduce_fx: The reduction of the values to one. ``"mean"`` weights them by their numbers of samples.
-            batch_size: The number of samples in the batch; by default, the length of the batch's first tensor.
+            batch_size: The number of samples that the value is the mean of; by default, those of the batch.
             logger: Whether the trainer's loggers receive it.
             on_step: Whether loggers receive ``NAME_step``, the value of rank 0's batch, every ``log_every_n_steps``
                 training steps; by default they do.

@@ -16,14 +16,16 @@ import torch
 from typing_extensions import override
 
 from join import Join
-from join.batch import map_tensors, samples_in
+from join.batch import map_tensors
 from join.collectives import Collective
+from join.collectives._torch_private import pytree
 from join.joinable import Burst, OnGroup
 from joinables.modules import replaced
 from joinables.trainer import rng
 from joinables.trainer.data import UnevenDistributedSampler, set_epoch
 from joinables.trainer.metrics import Logged, MetricStore, Reduction, Shown
 from joinables.trainer.module import Callback, TrainModule
+from joinables.trainer.samples import is_movable
 from joinables.trainer.strategy import Strategy
 
 Uneven: TypeAlias = Literal["join", "stop", "error"]
@@ -248,9 +250,9 @@ class Run:
         self.schedulers: list[Any] = []
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=trainer.dtype is torch.float16)
 
-    def take(self, batch: Any) -> Any:
-        """Return the batch on the device and in the run's precision, and count its samples."""
-        self.samples = samples_in(batch)
+    def take(self, batch: Any, samples: int) -> Any:
+        """Return the batch, with this number of samples, on the device and in the run's precision."""
+        self.samples = samples
         if self.shown is not None:
             self.shown.step.clear()
         doubles = self.trainer.dtype is torch.float64
@@ -261,7 +263,13 @@ class Run:
             dtype = torch.float64 if doubles and tensor.is_floating_point() else None
             return tensor.to(self.device, dtype, non_blocking=True)
 
-        return map_tensors(taken, batch)
+        def taken_part(part: Any) -> Any:
+            if not is_movable(part):
+                return map_tensors(taken, part)
+            moved = part.to(self.device)
+            return moved.to(torch.float64) if doubles else moved
+
+        return pytree.tree_map(taken_part, batch, is_leaf=is_movable)
 
     def autocast(self) -> torch.autocast:
         """Return the context for a forward, in mixed precision or as the module is."""

@@ -199,9 +199,7 @@ class Logs(Callback):
             self._write(trainer, {name: each.value for name, each in metrics.items() if each.logger})
             metrics.clear()
 
-    @override
-    def on_train_end(self, trainer: Any, module: TrainModule) -> None:
-        self.on_train_epoch_end(trainer, module)  # values of hooks, or of an epoch that max_steps has ended
+    on_train_end = on_train_epoch_end  # with values of hooks, or of an epoch that max_steps has ended
 
     @override
     def on_evaluation_end(self, trainer: Any, module: TrainModule, stage: str) -> None:

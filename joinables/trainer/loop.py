@@ -48,7 +48,7 @@ class Fit(Run):
         self._accumulated = 1
         """The number of batches in one optimizer step of this epoch."""
         self.is_trained = False
-        """Whether only the end of the fit is left, so that a failure would lose what is trained."""
+        """Whether only the end of the fit is left, so that a failure would lose the trained weights."""
 
     def start(self, train_loader: Any, val_loader: Any) -> None:
         """Wrap the module, build its optimizers, and resume from the snapshot of rank 0, if it has one."""

@@ -209,7 +209,7 @@ class TrainModule(torch.nn.Module):
             value: A number, or a tensor with one element. For ``"mean"``, it is the mean over the samples of the batch.
             prog_bar: Whether the progress bar shows it. If no value has ``prog_bar``, the bar shows all.
             reduce_fx: The reduction of the values to one. ``"mean"`` weights them by their numbers of samples.
-            batch_size: The number of samples that the value is the mean of; by default, those of the batch.
+            batch_size: The number of samples that the value is the mean of; by default, the samples of the batch.
             logger: Whether the trainer's loggers receive it.
             on_step: Whether loggers receive ``NAME_step``, the value of rank 0's batch, every ``log_every_n_steps``
                 training steps; by default they do.

@@ -31,7 +31,7 @@ class ProgressBar(Callback):
     """
 
     def __init__(self) -> None:
-        self._bars: list[Any] = []  # that of an epoch, and that of its validation; ``None`` without tqdm
+        self._bars: list[Any] = []  # of an epoch, and of its validation; ``None`` without tqdm
         self._next_picture = 0.0
 
     @override

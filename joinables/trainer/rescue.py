@@ -26,7 +26,7 @@ logger = logging.getLogger("joinables")
 def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> list[str]:
     """Load weights as far as they fit, and return the names of those that only one of the two sides has.
 
-    A buffer that is ``None`` here, or has another shape, is replaced. So is a parameter that is ``None``.
+    A buffer that is ``None`` here, or has a different shape, is replaced. So is a parameter that is ``None``.
     """
     with suppress(Exception):  # torch raises after it has loaded what fits; a method of the user's may raise before
         module.load_state_dict(weights)
@@ -41,14 +41,10 @@ def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> list[st
                     setattr(owner, attribute, value)
                 except TypeError:  # a parameter that is None
                     setattr(owner, attribute, torch.nn.Parameter(value))
-    own = module.state_dict()
-    fitting = {
-        name: value
-        for name, value in weights.items()
-        if name in own and getattr(own[name], "shape", None) == getattr(value, "shape", None)
-    }
+    shapes = {name: getattr(value, "shape", None) for name, value in module.state_dict().items()}
+    fitting = {name: value for name, value in weights.items() if shapes.get(name, 0) == getattr(value, "shape", None)}
     torch.nn.Module.load_state_dict(module, fitting, strict=False)
-    return sorted((weights.keys() | own.keys()) - fitting.keys())
+    return sorted((weights.keys() | shapes.keys()) - fitting.keys())
 
 
 def load_home(module: torch.nn.Module, weights: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
@@ -70,7 +66,7 @@ def load_home(module: torch.nn.Module, weights: Mapping[str, Any], state: Mappin
 
 
 def keep(error: Exception, state: Mapping[str, Any], folder: Path) -> None:
-    """Write a checkpoint of what was trained, and add a note with its path to the error that would lose it."""
+    """Write a checkpoint of the trained module, and add a note with its path to the error that would lose it."""
     add_note(error, kept := f"The module was trained before this error. {_kept(state, folder)}")
     logger.error(kept)  # Python 3.10 has no notes
 

@@ -288,7 +288,7 @@ class Run:
         Args:
             name: The metric's name.
             value: Its value in this step or hook.
-            samples: The number of samples; ``None`` for those of the current batch.
+            samples: The number of samples; ``None`` for the samples of the current batch.
             reduce_fx: The reduction of the values to one.
             to: Whether a progress bar shows it, and whether loggers receive it of each epoch, and of single steps.
         """

@@ -10,6 +10,7 @@ import torch
 
 from join.batch import samples_in, tensors_in
 from join.collectives._torch_private import pytree
+from join.read_ahead import length_of
 from joinables.trainer.data import known_length, sizes_of
 from joinables.trainer.module import TrainModule
 
@@ -34,7 +35,6 @@ class SampleCounter:
         self._module, self._counts = module, counts_samples(module)
         self._full, self._rest = sizes_of(loader) or (None, None)
         self._last = (known_length(loader) or 0) - 1
-        self._has_warned = False
 
     def __call__(self, batch: Any, index: int) -> int:
         """Return the number of samples in the batch with this index."""
@@ -48,8 +48,7 @@ class SampleCounter:
             return self._ask(batch) if expected is None else expected
         if expected in lengths:
             return expected or 0
-        if not self._has_warned and (expected is not None or len(lengths) > 1):
-            self._has_warned = True
+        if expected is not None or len(lengths) > 1:
             warnings.warn(
                 "The tensors of a batch have different lengths, or another length than the number of its samples in the"
                 " data set. The trainer counts the rows of the first tensor as samples, and means are over samples."
@@ -63,13 +62,13 @@ class SampleCounter:
         """Return the number of samples that an object without tensors says it has; 1 if the batch has no object."""
         for leaf in pytree.tree_leaves(batch, is_leaf=is_movable):
             if is_movable(leaf):
-                if not hasattr(leaf, "num_graphs") and not hasattr(leaf, "__len__"):
+                if (count := getattr(leaf, "num_graphs", None) or length_of(leaf)) is None:
                     raise TypeError(
                         f"A batch is a {type(leaf).__name__} without a length, so the trainer cannot count its samples."
                         f" Define batch_size(self, batch) in {type(self._module).__name__}, which returns the number."
                         " [J644]"
                     )
-                return int(leaf.num_graphs if hasattr(leaf, "num_graphs") else len(leaf))
+                return count
         return 1
 
 

@@ -247,7 +247,7 @@ class DDPStrategy(Strategy):
             with contextlib.nullcontext() if sync else self.ddp.no_sync():
                 gated = self.ddp(loss)
                 (gated if self._join is None else self._join.scale(gated)).backward(**options)
-        except RuntimeError as error:  # torch's, in the next forward, or that of a block
+        except RuntimeError as error:  # an error of torch in the next forward, or of a block
             if "Expected to have finished reduction" in str(error) or "[J473]" in str(error):
                 self._refuse_unused(leaves_of(loss), error)
             raise

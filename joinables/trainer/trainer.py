@@ -8,6 +8,7 @@ weights, the optimizer state, the counters and the metrics. So a second ``fit`` 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import os
 import weakref
@@ -19,6 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import Never
 
 from join import JoinReport
 from join.collectives._torch_private import pytree
@@ -42,6 +44,17 @@ logger = logging.getLogger("joinables")
 Checkpoint: TypeAlias = "str | os.PathLike[str] | None"
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+_ELSEWHERE = {
+    "limit_train_batches": "Pass a loader over torch.utils.data.Subset(dataset, range(n))",
+    "fast_dev_run": "Pass max_steps=1, logger=False and loaders of a few batches",
+    "val_check_interval": "Validation follows each epoch. Shorten epochs with torch.utils.data.Subset",
+    "num_sanity_val_steps": "Call validate(module, loader) before fit",
+    "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_train_start",
+    "deterministic": "Call torch.use_deterministic_algorithms(True) in on_train_start",
+    "max_time": "Set trainer.should_stop = True in a callback's on_train_epoch_end",
+}
+"""Arguments of Lightning's ``Trainer`` that this one does not have, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,11 @@ class Trainer(TrainerState):
         log_every_n_steps: int = 50,
         enable_progress_bar: bool | None = None,
         seed: int | None = None,
+        **others: Never,
     ) -> None:
+        for name in others:
+            hint = _ELSEWHERE.get(name, f"Use one of {', '.join([*inspect.signature(Trainer).parameters][:-1])}")
+            raise TypeError(f"Trainer has no argument {name!r}. {hint}. [J643]")
         _check_choice("uneven", uneven, ("join", "stop", "error"))
         _check_choice("precision", str(precision), tuple(_DTYPES))
         self._accelerator = accelerator_of(accelerator)
@@ -182,7 +199,8 @@ class Trainer(TrainerState):
         with another module starts from the beginning, and resets callbacks too.
 
         If processes were started for a fit that raises, everything is as it was before the fit. A module that is
-        trained in this process keeps the weights of that moment. In both cases each ``ModelCheckpoint`` has the paths
+        trained in this process keeps the weights of that moment. If something raises after the training, a file
+        ``trained-*.ckpt`` in ``default_root_dir`` has the weights. In all cases each ``ModelCheckpoint`` has the paths
         of the files that it has written, so a fit can resume from one of them.
 
         Args:
@@ -453,7 +471,7 @@ class Outcome(NamedTuple):
     home: dict[str, Any] | None
 
     def lost(self, error: Exception) -> None:
-        """Keep what was trained, since the outcome cannot be sent."""
+        """Keep the trained weights, since the outcome cannot be sent."""
         if self.state is not None and self.home is not None:
             keep(error, self.state, self.home["folder"])
 

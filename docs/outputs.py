@@ -79,9 +79,8 @@ def run_screen() -> None:
     kept = re.sub(r"/\S*/tmp\w+|/tmp/\w+", "runs", kept)
     (OUTPUTS / "screen.txt").write_text(kept + "\n")
     page = (DOCS / "trainer.md").read_text()
-    (DOCS / "trainer.md").write_text(
-        re.sub(r"(?s)(?<=```text title=\"Terminal\"\n).*?(?=```)", lambda _: kept + "\n", page)
-    )
+    before, mark, after = page.partition('```text title="Terminal"\n')
+    (DOCS / "trainer.md").write_text(f"{before}{mark}{kept}\n```{after.partition('```')[2]}")
 
 
 def main(*names: str) -> None:

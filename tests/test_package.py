@@ -52,6 +52,7 @@ def test_public_names() -> None:
         "ZeroStep",
     }
     assert joinables.trainer.__all__ == [
+        "CSVLogger",
         "Callback",
         "DDPStrategy",
         "EarlyStopping",
@@ -62,6 +63,7 @@ def test_public_names() -> None:
         "RemoteTraceback",
         "Result",
         "Strategy",
+        "TensorBoardLogger",
         "TrainModule",
         "Trainer",
         "UnevenDistributedSampler",

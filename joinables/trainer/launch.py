@@ -485,9 +485,8 @@ def _work(rank: int, job: _Job) -> None:
             try:
                 write(result, job.folder / "result")
             except Exception as error:
-                lost: Callable[[Exception], None] | None = getattr(result, "lost", None)
-                if lost is not None:  # the last process that has the result ends here
-                    lost(error)
+                if hasattr(result, "lost"):  # the last process that has the result ends here
+                    cast("Any", result).lost(error)
                 raise
     except SystemExit:
         raise  # fn ends the process with this code, which the parent reads

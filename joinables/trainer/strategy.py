@@ -248,7 +248,7 @@ class DDPStrategy(Strategy):
                 gated = self.ddp(loss)
                 (gated if self._join is None else self._join.scale(gated)).backward(**options)
         except RuntimeError as error:  # an error of torch in the next forward, or of a block
-            if "Expected to have finished reduction" in str(error) or "[J473]" in str(error):
+            if "Expected to have finished reduction" in str(error) or "J473" in str(error):
                 self._refuse_unused(leaves_of(loss), error)
             raise
 

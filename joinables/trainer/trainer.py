@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,9 +141,7 @@ class Trainer(TrainerState):
         seed: int | None = None,
         **others: Never,
     ) -> None:
-        for name in others:
-            hint = _ELSEWHERE.get(name, f"Use one of {', '.join([*inspect.signature(Trainer).parameters][:-1])}")
-            raise TypeError(f"Trainer has no argument {name!r}. {hint}. [J643]")
+        _refuse_unknown(others)
         _check_choice("uneven", uneven, ("join", "stop", "error"))
         _check_choice("precision", str(precision), tuple(_DTYPES))
         self._accelerator = accelerator_of(accelerator)
@@ -163,12 +161,11 @@ class Trainer(TrainerState):
                 " gradient_clip_val=None for no clipping. [J168]"
             )
         self.max_epochs = 1 if max_epochs is None and not is_limit(max_steps) else max_epochs
-        self.max_steps, self.seed = max_steps, seed
+        self.max_steps, self.seed, self.uneven = max_steps, seed, uneven
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
         shows = is_watched() if enable_progress_bar is None else enable_progress_bar
-        loggers = loggers_of(logger, has_folder=default_root_dir is not None)
-        own = [ProgressBar()] * shows + [Logs(loggers, log_every_n_steps, tells=shows)] * bool(loggers)
-        self.uneven, self.callbacks = uneven, _in_order(callbacks, own)
+        logs = Logs(loggers_of(logger, has_folder=default_root_dir is not None), log_every_n_steps, tells=shows)
+        self.callbacks = _in_order(callbacks, [*[ProgressBar()] * shows, *[logs] * bool(logs.loggers)])
         self.default_root_dir = Path(default_root_dir or ".").absolute()
         self.metrics = {}
         """The latest value of every metric."""
@@ -407,6 +404,13 @@ class Trainer(TrainerState):
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    """Raise a ``TypeError`` for the first name, which is not an argument of a trainer."""
+    for name in names:
+        hint = _ELSEWHERE.get(name, f"Use one of {', '.join([*inspect.signature(Trainer).parameters][:-1])}")
+        raise TypeError(f"Trainer has no argument {name!r}. {hint}. [J643]")
 
 
 def _check_choice(name: str, value: Any, known: Sequence[str]) -> None:

@@ -125,8 +125,8 @@ MUTANTS = [
     # -- counters, metrics and random numbers --------------------------------------------------------------------------
     Mutant(
         "joinables/trainer/run.py",
-        "self.samples if batch_size is None else batch_size",
-        "1 if batch_size is None else batch_size",
+        "self.samples if samples is None else samples",
+        "1 if samples is None else samples",
         LOOP + "test_equals_one_process[uneven]",
     ),
     Mutant(

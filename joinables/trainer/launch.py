@@ -486,7 +486,7 @@ def _work(rank: int, job: _Job) -> None:
                 write(result, job.folder / "result")
             except Exception as error:
                 if hasattr(result, "lost"):  # the last process that has the result ends here
-                    cast("Any", result).lost(error)
+                    result.lost(error)
                 raise
     except SystemExit:
         raise  # fn ends the process with this code, which the parent reads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -67,13 +67,24 @@ class LossGate(torch.nn.Module):
 
     def _is_reached_from(self, loss: torch.Tensor) -> bool:
         """Return whether a backward of the loss reaches a parameter, or may reach one; the nearest is often close."""
-        nodes: list[Any] = [get_gradient_edge(loss).node]
-        seen = {None, *nodes}
-        for node in nodes:  # the loop adds the nodes behind each node
-            # A function in Python may run a backward itself, as a reentrant checkpoint does.
-            if isinstance(node, BackwardCFunction) or id(getattr(node, "variable", None)) in self._trained_ids:
-                return True
-            behind = {function for function, _ in node.next_functions} - seen
-            seen |= behind
-            nodes += behind
-        return False
+        # A function in Python may run a backward itself, as a reentrant checkpoint does.
+        return any(
+            isinstance(node, BackwardCFunction) or id(getattr(node, "variable", None)) in self._trained_ids
+            for node in _nodes_of(loss)
+        )
+
+
+def leaves_of(loss: torch.Tensor) -> set[torch.Tensor]:
+    """Return the tensors whose gradients a backward of the loss computes."""
+    return {node.variable for node in _nodes_of(loss) if hasattr(node, "variable")}
+
+
+def _nodes_of(loss: torch.Tensor) -> Iterator[Any]:
+    """Yield the nodes of the graph of the loss, the nearest first."""
+    nodes: list[Any] = [get_gradient_edge(loss).node]
+    seen = {None, *nodes}
+    for node in nodes:  # the loop adds the nodes behind each node
+        yield node
+        behind = {function for function, _ in node.next_functions} - seen
+        seen |= behind
+        nodes += behind

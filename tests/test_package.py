@@ -55,6 +55,7 @@ def test_public_names() -> None:
         "steps",
     }
     assert joinables.trainer.__all__ == [
+        "CSVLogger",
         "Callback",
         "DDPStrategy",
         "EarlyStopping",
@@ -65,6 +66,7 @@ def test_public_names() -> None:
         "RemoteTraceback",
         "Result",
         "Strategy",
+        "TensorBoardLogger",
         "TrainModule",
         "Trainer",
         "UnevenDistributedSampler",

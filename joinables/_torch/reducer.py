@@ -187,18 +187,13 @@ def expect_backward(ddp: DistributedDataParallel, outputs: Sequence[torch.Tensor
     ddp.reducer.prepare_for_backward(list(outputs) if find_unused else [])
 
 
-def check_finished(ddp: DistributedDataParallel) -> None:
-    """Raise a ``RuntimeError`` unless the reducer has reduced all expected gradients.
+def has_finished(ddp: DistributedDataParallel) -> bool:
+    """Return whether the reducer has reduced all expected gradients.
 
     Replaces the check that DDP makes in its next forward, which the last backward lacks.
     """
-    ddp.reducer._check_reducer_finalized()
-
-
-def has_finished(ddp: DistributedDataParallel) -> bool:
-    """Return whether :func:`check_finished` raises no error."""
     try:
-        ddp.reducer._check_reducer_finalized()  # not by a call of the above, since each backward asks
+        ddp.reducer._check_reducer_finalized()
     except RuntimeError:
         return False
     return True

@@ -9,17 +9,20 @@ Call ``Trainer(devices=4).fit(module, loader)`` with a :class:`TrainModule` whos
     loop, run           fit, evaluation and prediction on one rank, and their state
     data, metrics, rng  distribution of batches; means over all samples; random states
     callbacks           the trainer's own callbacks
-    checkpoint          snapshots that a fit resumes from
+    loggers, progress   what is written and shown while a run works
+    checkpoint, rescue  snapshots that a fit resumes from; weights that a failure after training would lose
 """
 
 from joinables.trainer.callbacks import EarlyStopping, ModelCheckpoint
 from joinables.trainer.data import UnevenDistributedSampler
 from joinables.trainer.launch import Launcher, LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
+from joinables.trainer.loggers import CSVLogger, TensorBoardLogger
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.strategy import DDPStrategy, Strategy, register_strategy, strategies
 from joinables.trainer.trainer import Result, Trainer
 
 __all__ = [
+    "CSVLogger",
     "Callback",
     "DDPStrategy",
     "EarlyStopping",
@@ -30,6 +33,7 @@ __all__ = [
     "RemoteTraceback",
     "Result",
     "Strategy",
+    "TensorBoardLogger",
     "TrainModule",
     "Trainer",
     "UnevenDistributedSampler",

@@ -296,7 +296,7 @@ class Plan:
     @staticmethod
     def agree(collective: Collective, loader: Any) -> Plan:
         """Return the plan that all ranks agree on. One object all-gather; none with a single rank."""
-        everyone: list[Any] = collective.all_gather_object((known_length(loader), _sizes(loader)), plain=True)
+        everyone: list[Any] = collective.all_gather_object((known_length(loader), sizes_of(loader)), plain=True)
         lengths, sizes = zip(*everyone, strict=True)
         equal = None not in sizes and all(size == sizes[0] for size in sizes)
         if equal and len(set(lengths)) > 1:
@@ -329,7 +329,7 @@ def known_length(loader: Any) -> int | None:
     return length_of(cast("Any", loader))
 
 
-def _sizes(loader: Any) -> tuple[int, int] | None:
+def sizes_of(loader: Any) -> tuple[int, int] | None:
     """Return the sizes of a full and of the last batch; ``None`` if the loader's batches have no common size."""
     batches = getattr(loader, "batch_sampler", None)
     if type(batches) is not BatchSampler or not isinstance(loader, DataLoader) or known_length(loader) is None:

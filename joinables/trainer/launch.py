@@ -527,7 +527,12 @@ def _work(rank: int, job: _Job) -> None:
             (job.folder / "call").unlink(missing_ok=True)
         result = _as_rank(Place(rank, job.world_size, rank), store, job.options, fn, args)
         if rank == 0:
-            write(result, job.folder / "result")
+            try:
+                write(result, job.folder / "result")
+            except Exception as error:
+                if hasattr(result, "lost"):  # the last process that has the result ends here
+                    result.lost(error)
+                raise
             job.results.put(("result",))
     except SystemExit:
         raise  # fn ends the process with this code, which the parent reads

@@ -29,10 +29,11 @@ from join.batch import map_tensors
 from join.transfer import broadcast_tree
 from joinables.modules import keeping_modes
 from joinables.trainer import checkpoint, rng
-from joinables.trainer.data import Plan, gather_on_first, sampler_of, share
+from joinables.trainer.data import Plan, gather_on_first, known_length, sampler_of, share
 from joinables.trainer.metrics import monitored
 from joinables.trainer.module import TrainModule
 from joinables.trainer.run import Run, Snapshots, Task, TrainerState, is_limit
+from joinables.trainer.samples import SampleCounter, counts_samples
 
 logger = logging.getLogger("joinables")
 
@@ -47,6 +48,8 @@ class Fit(Run):
         self.snapshots = Snapshots(self.collective, partial(checkpoint.take, self))
         self._accumulated = 1
         """The number of batches in one optimizer step of this epoch."""
+        self.is_trained = False
+        """Whether only the end of the fit is left, so that a failure would lose the trained weights."""
 
     def start(self, train_loader: Any, val_loader: Any) -> None:
         """Wrap the module, build its optimizers, and resume from the snapshot of rank 0, if it has one."""
@@ -103,6 +106,7 @@ class Fit(Run):
                     warnings.warn(f"An epoch made no optimizer step. {reason}.", stacklevel=2)
                 if not is_limit(trainer.max_epochs):
                     break  # the fit would never reach max_steps
+        self.is_trained = True
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
         with self.fresh_metrics():
             self._call_and_reduce("on_train_end")
@@ -142,6 +146,8 @@ class Fit(Run):
         self.module.on_train_epoch_start()
         self.call("on_train_epoch_start")
         plan = Plan.agree(self.collective, self._loader)
+        if self.shown is not None:
+            self.shown.lengths = [plan.shortest] if trainer.uneven == "stop" else plan.lengths
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
         finished = self.collective.reduce_boolean_decision(self._train(plan))
@@ -179,7 +185,7 @@ class Fit(Run):
         uneven = self.trainer.uneven
         vote = uneven == "stop" and plan.shortest is None and len(plan.lengths) > 1
         self._accumulated = self.trainer.accumulate_grad_batches
-        is_weighted = self._accumulated > 1 or not plan.equal_batches
+        is_weighted = self._accumulated > 1 or not plan.equal_batches or counts_samples(self.module)
         self.weight_unit = plan.batch_size if is_weighted else None
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
         listed = [
@@ -201,8 +207,9 @@ class Fit(Run):
 
     def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
         module, voting = self.module, self._while_all_have_one if vote else None
+        samples = SampleCounter(module, self._loader)
         for index, batch, is_last in self.position.batches(self._loader, limit, voting):
-            batch = self.take(batch)
+            batch = self.take(batch, samples(batch, index))
             module.on_train_batch_start(batch, index)
             self.call("on_train_batch_start", batch, index)
             if module.automatic_optimization:
@@ -295,12 +302,15 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
     outputs: list[Any] = []
     with keeping_modes(module), torch.no_grad(), run.fresh_metrics():
         module.eval()
+        if run.shown is not None:
+            run.shown.lengths = [known_length(local)]
         run.call("on_evaluation_start", stage)
         run.samples = 1  # values logged in a hook weigh the same on all ranks
         getattr(module, f"on_{name}_start")()
         getattr(module, f"on_{name}_epoch_start")()
+        samples = SampleCounter(module, local)
         for index, batch in enumerate(rng.iterate(local)):
-            batch = run.take(batch)
+            batch = run.take(batch, samples(batch, index))
             getattr(module, f"on_{name}_batch_start")(batch, index)
             with run.autocast():
                 output = getattr(module, f"{name}_step")(batch, index)

@@ -84,6 +84,14 @@ class TrainModule(torch.nn.Module):
         """
         raise NotImplementedError
 
+    def batch_size(self, batch: Any) -> int | None:
+        """Return the number of samples in a batch, which weighs its gradients and metrics.
+
+        Override it if the trainer counts wrong. By default, it counts the elements of the data set that a
+        ``DataLoader`` puts into the batch. For other loaders, and if no tensor of the batch has that length, it counts
+        the rows of the first tensor. Without tensors, it asks an object for ``num_graphs`` or its length.
+        """
+
     # -- hooks that a user may override -------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
@@ -220,20 +228,22 @@ class TrainModule(torch.nn.Module):
         Args:
             name: The metric's name.
             value: A number, or a tensor with one element. For ``"mean"``, it is the mean over the samples of the batch.
-            prog_bar: Ignored, for compatibility with Lightning.
+            prog_bar: Whether the progress bar shows it. If no value has ``prog_bar``, the bar shows all.
             reduce_fx: The reduction of the values to one. ``"mean"`` weights them by their numbers of samples.
-            batch_size: The number of samples in the batch; by default, the length of the batch's first tensor.
-            logger: Ignored, as are the arguments that follow: values are always reduced over the epoch and the ranks.
-            on_step: Ignored.
-            on_epoch: Ignored.
-            sync_dist: Ignored.
+            batch_size: The number of samples that the value is the mean of; by default, the samples of the batch.
+            logger: Whether the trainer's loggers receive it.
+            on_step: Whether loggers receive ``NAME_step``, the value of rank 0's batch, every ``log_every_n_steps``
+                training steps; by default they do.
+            on_epoch: Whether loggers receive the mean of the epoch; by default they do.
+            sync_dist: Ignored, for compatibility with Lightning: means are always over all ranks.
 
         Raises:
             ValueError: If ``reduce_fx`` is unknown, or differs from the metric's previous one.
             TypeError: If the value is not one number.
             RuntimeError: In a prediction.
         """
-        self.trainer.run.log(name, value, batch_size, reduce_fx)
+        to = prog_bar, logger and on_epoch is not False, logger and on_step is not False
+        self.trainer.run.log(name, value, batch_size, reduce_fx, to)
 
     def log_dict(self, metrics: Mapping[str, float | torch.Tensor], prog_bar: bool = False, **options: Any) -> None:
         """Record several metrics; ``options`` are passed to :meth:`log`."""

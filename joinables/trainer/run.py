@@ -5,7 +5,7 @@ A run lives in the process of its rank, from the start of the rank's work to its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -16,14 +16,16 @@ import torch
 from typing_extensions import override
 
 from join import Join
-from join.batch import map_tensors, samples_in
+from join.batch import map_tensors
 from join.collectives import Collective
+from join.collectives._torch_private import pytree
 from join.joinable import Burst, OnGroup
 from joinables.modules import replaced
 from joinables.trainer import rng
 from joinables.trainer.data import UnevenDistributedSampler, set_epoch
-from joinables.trainer.metrics import MetricStore, Reduction
+from joinables.trainer.metrics import Logged, MetricStore, Reduction, Shown
 from joinables.trainer.module import Callback, TrainModule
+from joinables.trainer.samples import is_movable
 from joinables.trainer.strategy import Strategy
 
 Uneven: TypeAlias = Literal["join", "stop", "error"]
@@ -242,6 +244,8 @@ class Run:
         """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the current batch."""
+        self.shown: Shown | None = None
+        """Values that are shown, if this rank shows any."""
         self.position = Position(self.store, trainer.epochs)
         self.weight_unit: int | None = None
         """The number of samples that weigh 1 in gradients; ``None`` if all batches weigh the same."""
@@ -265,9 +269,11 @@ class Run:
         self.module.setup(self.task.stage)
         self._place()
 
-    def take(self, batch: Any) -> Any:
-        """Return the batch on the device and in the run's precision, and count its samples."""
-        self.samples = samples_in(batch)
+    def take(self, batch: Any, samples: int) -> Any:
+        """Return the batch, with this number of samples, on the device and in the run's precision."""
+        self.samples = samples
+        if self.shown is not None:
+            self.shown.step.clear()
         doubles = self.trainer.dtype is torch.float64
         if self.device.type == "cpu" and not doubles:
             return batch
@@ -276,7 +282,13 @@ class Run:
             dtype = torch.float64 if doubles and tensor.is_floating_point() else None
             return tensor.to(self.device, dtype, non_blocking=True)
 
-        return map_tensors(taken, batch)
+        def taken_part(part: Any) -> Any:
+            if not is_movable(part):
+                return map_tensors(taken, part)
+            moved = part.to(self.device)
+            return moved.to(torch.float64) if doubles else moved
+
+        return pytree.tree_map(taken_part, batch, is_leaf=is_movable)
 
     def autocast(self) -> torch.autocast:
         """Return the context for a forward, in mixed precision or as the module is."""
@@ -289,18 +301,34 @@ class Run:
         for callback in self.trainer.callbacks:
             getattr(callback, hook)(self.trainer, self.module, *args)
 
-    def log(self, name: str, value: Any, batch_size: int | None, reduce_fx: Reduction) -> None:
-        """Record a metric; arguments as of ``TrainModule.log``."""
+    def log(self, name: str, value: Any, samples: int | None, reduce_fx: Reduction, to: Sequence[bool]) -> None:
+        """Record a metric; arguments as of ``TrainModule.log``.
+
+        Args:
+            name: The metric's name.
+            value: Its value in this step or hook.
+            samples: The number of samples; ``None`` for the samples of the current batch.
+            reduce_fx: The reduction of the values to one.
+            to: Whether a progress bar shows it, and whether loggers receive it of each epoch, and of single steps.
+        """
         if not self.takes_metrics:
             raise RuntimeError(
                 f"Metric {name!r} was logged in a prediction, or in a callback's on_start or on_end, which have no"
                 " metrics. Log it in a step or another hook. [J272]"
             )
-        self.store.record(name, value, self.samples if batch_size is None else batch_size, reduce_fx)
+        self.store.record(name, value, self.samples if samples is None else samples, reduce_fx)
+        if to[:2] != (False, True):
+            self.store[name].prog_bar, self.store[name].logger = to[:2]
+        if self.shown is not None:
+            held = value.detach() if isinstance(value, torch.Tensor) else value
+            self.shown.step[name] = Logged(held, to[0], to[2])
 
     def reduce_metrics(self) -> dict[str, float]:
         """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""
-        values = self.store.reduce(self.collective)
+        metrics = self.store.reduce(self.collective)
+        if self.shown is not None:
+            self.shown.metrics.update(metrics)
+        values = {name: metric.value for name, metric in metrics.items()}
         self.trainer.metrics.update(values)
         return values
 

@@ -15,9 +15,9 @@ and a step with several backwards passes the gate once for each of them::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from join.collectives import Collective, SingleCollective, collective_of
 from join.collectives._torch_private import thawed
 from joinables._torch import reducer
 from joinables._torch.objects import mark_stepped
-from joinables.loss_gate import LossGate
+from joinables.loss_gate import LossGate, leaves_of
 from joinables.modules import replaced
 from joinables.trainer.launch import Launcher, StartMethod
 
@@ -234,7 +234,8 @@ class DDPStrategy(Strategy):
             yield
             named = self._module.named_parameters()
             LossGate.refuse(name for name, p in named if p.grad is not None and id(p) not in known)
-            reducer.check_finished(self.ddp)
+            if not reducer.has_finished(self.ddp):
+                self._refuse_unused({p for p in self._module.parameters() if p.grad is not None}, None)
         self.report = join.report
 
     @override
@@ -242,9 +243,28 @@ class DDPStrategy(Strategy):
         assert self.ddp is not None
         if self._join is not None:
             self._join.weight = weight
-        with contextlib.nullcontext() if sync else self.ddp.no_sync():
-            gated = self.ddp(loss)
-            (gated if self._join is None else self._join.scale(gated)).backward(**options)
+        try:
+            with contextlib.nullcontext() if sync else self.ddp.no_sync():
+                gated = self.ddp(loss)
+                (gated if self._join is None else self._join.scale(gated)).backward(**options)
+        except RuntimeError as error:  # an error of torch in the next forward, or of a block
+            if "Expected to have finished reduction" in str(error) or "J473" in str(error):
+                self._refuse_unused(leaves_of(loss), error)
+            raise
+
+    def _refuse_unused(self, used: Set[torch.Tensor], error: RuntimeError | None) -> NoReturn:
+        """Raise an error that names the parameters that a loss has not reached."""
+        assert self.ddp is not None
+        expected = set(reducer.reduced_parameters(self.ddp)) - used
+        unused = [name for name, parameter in self._module.named_parameters() if parameter in expected]
+        #: If other steps than the one that raised do not reach a parameter, the error has no names.
+        raise RuntimeError(
+            f"The loss of a training step does not reach parameters of {type(self._module).__name__}"
+            f" ({', '.join(unused) or 'others in each step'}), so their gradients are never ready to be averaged. Pass"
+            " strategy='ddp_find_unused_parameters_true' to the Trainer, or DDPStrategy(find_unused_parameters=True)"
+            " with your other options. If these parameters are not to be trained, freeze them in __init__ by"
+            " requires_grad_(False). [J640]"
+        ) from error
 
     @override
     def teardown(self) -> None:

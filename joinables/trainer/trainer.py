@@ -8,17 +8,19 @@ weights, the optimizer state, the counters and the metrics. So a second ``fit`` 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import os
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import Never
 
 from join import JoinReport
 from join.collectives._torch_private import pytree
@@ -30,8 +32,11 @@ from joinables.trainer.accelerator import accelerator_of, release
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.data import order_seed
 from joinables.trainer.launch import launcher_of, write
+from joinables.trainer.loggers import Logs, loggers_of
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
+from joinables.trainer.progress import ProgressBar, is_watched
+from joinables.trainer.rescue import keep, load_home, weights_only
 from joinables.trainer.run import Run, Task, TrainerState, Uneven, is_limit
 from joinables.trainer.strategy import Strategy, strategy_of
 
@@ -40,6 +45,17 @@ logger = logging.getLogger("joinables")
 Checkpoint: TypeAlias = "str | os.PathLike[str] | None"
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+_ELSEWHERE = {
+    "limit_train_batches": "Pass a loader over torch.utils.data.Subset(dataset, range(n))",
+    "fast_dev_run": "Pass max_steps=1, logger=False and loaders of a few batches",
+    "val_check_interval": "Validation follows each epoch. Shorten epochs with torch.utils.data.Subset",
+    "num_sanity_val_steps": "Call validate(module, loader) before fit",
+    "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_train_start",
+    "deterministic": "Call torch.use_deterministic_algorithms(True) in on_train_start",
+    "max_time": "Set trainer.should_stop = True in a callback's on_train_epoch_end",
+}
+"""Arguments of Lightning's ``Trainer`` that this one does not have, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,13 @@ class Trainer(TrainerState):
             ends the epoch with the first rank that is out of data, and ``"error"`` raises.
         callbacks: Objects that are called at certain points of a run.
         default_root_dir: The folder for files; by default, the current directory.
+        logger: A logger or several, which receive the metrics: ``CSVLogger``, ``TensorBoardLogger``, a logger of
+            Lightning, or any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. ``None`` is a
+            ``CSVLogger`` if ``default_root_dir`` is set, and no logger otherwise. ``True`` is a ``CSVLogger``, and
+            ``False`` no logger.
+        log_every_n_steps: The number of optimizer steps between the values of single steps that loggers receive.
+        enable_progress_bar: Whether rank 0 shows its progress on stderr; by default, if stderr is a terminal or this is
+            a notebook. It is a bar if tqdm is installed, and a line for each epoch otherwise.
         seed: The seed of random numbers and of the order of data. With ``None``, the order is drawn from the random
             state of this process, ranks that are started here continue with that state, and this process continues with
             the state of rank 0. The order of a loader with a ``generator`` is drawn from that generator.
@@ -114,8 +137,13 @@ class Trainer(TrainerState):
         uneven: Uneven = "join",
         callbacks: Sequence[Callback] | Callback | None = None,
         default_root_dir: str | os.PathLike[str] | None = None,
+        logger: Any = None,
+        log_every_n_steps: int = 50,
+        enable_progress_bar: bool | None = None,
         seed: int | None = None,
+        **others: Never,
     ) -> None:
+        _refuse_unknown(others)
         _check_choice("uneven", uneven, ("join", "stop", "error"))
         _check_choice("precision", str(precision), tuple(_DTYPES))
         self._accelerator = accelerator_of(accelerator)
@@ -135,9 +163,11 @@ class Trainer(TrainerState):
                 " gradient_clip_val=None for no clipping. [J168]"
             )
         self.max_epochs = 1 if max_epochs is None and not is_limit(max_steps) else max_epochs
-        self.max_steps, self.seed = max_steps, seed
+        self.max_steps, self.seed, self.uneven = max_steps, seed, uneven
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
-        self.uneven, self.callbacks = uneven, _in_order(callbacks)
+        shows = is_watched() if enable_progress_bar is None else enable_progress_bar
+        logs = Logs(loggers_of(logger, has_folder=default_root_dir is not None), log_every_n_steps, tells=shows)
+        self.callbacks = _in_order(callbacks, [*[ProgressBar()] * shows, *[logs] * bool(logs.loggers)])
         self.default_root_dir = Path(default_root_dir or ".").absolute()
         self.metrics = {}
         """The latest value of every metric."""
@@ -168,7 +198,8 @@ class Trainer(TrainerState):
         with another module starts from the beginning, and resets callbacks too.
 
         If processes were started for a fit that raises, everything is as it was before the fit. A module that is
-        trained in this process keeps the weights of that moment. In both cases each ``ModelCheckpoint`` has the paths
+        trained in this process keeps the weights of that moment. If something raises after the training, a file
+        ``trained-*.ckpt`` in ``default_root_dir`` has the weights. In all cases each ``ModelCheckpoint`` has the paths
         of the files that it has written, so a fit can resume from one of them.
 
         Args:
@@ -251,7 +282,12 @@ class Trainer(TrainerState):
                 self.epochs, self.global_step = before
                 raise
         if home is not None:
-            self._load_home(module, result, home)
+            try:
+                self._load_home(module, result, home, state)
+            except Exception as error:
+                if state is not None:
+                    keep(error, state, self.default_root_dir)
+                raise
         if state is not None:
             kept = {name: value for name, value in state.items() if name != "module"}
             # The tensors are copied, since the optimizer of the next fit would change them.
@@ -272,15 +308,17 @@ class Trainer(TrainerState):
         # Another process receives these states with its task.
         return {**vars(self), "_last_module": None, "_last_state": None, "_first_states": {}}
 
-    def _load_home(self, module: TrainModule, result: Result, home: dict[str, Any]) -> None:
-        """Load the state of rank 0, which is another process, into this one."""
-        self.metrics = dict(result.callback_metrics)
-        self.load_state_dict(vars(result))
-        self.should_stop, self.strategy.report = result.stopped, result.join_report
+    def _load_home(self, module: TrainModule, result: Result, home: dict[str, Any], state: Any) -> None:
+        """Load the state of rank 0, which is another process, into this one; the weights first."""
         if self.dtype is torch.float64:
             module.double()
-        if home["module"] is not None:
+        if state is not None:
+            load_home(module, home["module"], state, self.default_root_dir)
+        elif home["module"] is not None:
             module.load_state_dict(home["module"])
+        self.metrics = dict(result.callback_metrics)
+        self.should_stop, self.strategy.report = result.stopped, result.join_report
+        self.load_state_dict(vars(result))
         rng.restore(home["random"])
 
     # -- for modules and callbacks ------------------------------------------------------------------------------------
@@ -380,6 +418,13 @@ class Trainer(TrainerState):
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
+def _refuse_unknown(names: Iterable[str]) -> None:
+    """Raise a ``TypeError`` for the first name, which is not an argument of a trainer."""
+    for name in names:
+        hint = _ELSEWHERE.get(name, f"Use one of {', '.join([*inspect.signature(Trainer).parameters][:-1])}")
+        raise TypeError(f"Trainer has no argument {name!r}. {hint}. [J643]")
+
+
 def _check_choice(name: str, value: Any, known: Sequence[str]) -> None:
     """Raise a ``ValueError`` unless ``value`` is one of ``known``."""
     if value not in known:
@@ -410,9 +455,10 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
     return wanted
 
 
-def _in_order(callbacks: Any) -> list[Callback]:
-    """Return the callbacks in the order in which they are called."""
+def _in_order(callbacks: Any, others: Sequence[Callback] = ()) -> list[Callback]:
+    """Return the callbacks, and then others, in the order in which they are called."""
     listed: list[Any] = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+    listed += others
     for callback in listed:
         check_callback(callback)
     listed.sort(key=lambda callback: callback.is_last)
@@ -427,14 +473,27 @@ def _in_order(callbacks: Any) -> list[Callback]:
 # -- one rank's part --------------------------------------------------------------------------------------------------
 
 
-def work(
-    trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task
-) -> tuple[Result, dict[str, Any] | None, dict[str, Any] | None]:
-    """Do one rank's part of a run; called on all ranks.
+class Outcome(NamedTuple):
+    """Outcome of a run on one rank.
 
-    Returns:
-        The result, the snapshot of a fit on rank 0, and the weights and random state if another process asked for them.
+    Attributes:
+        result: The result.
+        state: The snapshot of a fit on rank 0.
+        home: The weights, the random state and the folder for files, if another process asked for them.
     """
+
+    result: Result
+    state: dict[str, Any] | None
+    home: dict[str, Any] | None
+
+    def lost(self, error: Exception) -> None:
+        """Keep the trained weights, since the outcome cannot be sent."""
+        if self.state is not None and self.home is not None:
+            keep(error, self.state, self.home["folder"])
+
+
+def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Outcome:
+    """Do one rank's part of a run; called on all ranks."""
     device = trainer.device_of(trainer.strategy.collective.rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
@@ -447,7 +506,7 @@ def work(
 
 def _work(
     trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task, device: torch.device
-) -> tuple[Result, dict[str, Any] | None, dict[str, Any] | None]:
+) -> Outcome:
     is_at_home = os.getpid() == task.home
     if not is_at_home:
         rng.start_from(task.random)
@@ -467,6 +526,10 @@ def _work(
                 if task.saved is not None:
                     module.load_state_dict(task.saved["module"])
                 outputs["metrics"], outputs["predictions"] = evaluate(run, loaders["loader"], task.stage)
+    except Exception as error:
+        if isinstance(run, Fit) and run.is_trained and not is_at_home and run.collective.rank == 0:
+            keep(error, state or weights_only(module, trainer), trainer.default_root_dir)
+        raise
     finally:
         if isinstance(run, Fit):
             run.end()
@@ -481,9 +544,9 @@ def _work(
         **outputs,
     )
     if is_at_home or run.collective.rank != 0:
-        return result, state, None
+        return Outcome(result, state, None)
     weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
-    return result, state, {"module": weights, "random": rng.capture()}
+    return Outcome(result, state, {"module": weights, "random": rng.capture(), "folder": trainer.default_root_dir})
 
 
 @contextmanager

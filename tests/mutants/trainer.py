@@ -106,8 +106,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/strategy.py",
-        "            reducer.check_finished(self.ddp)\n",
-        "",
+        "if not reducer.has_finished(self.ddp):",
+        "if False:",
         FREEZING + "test_a_change_that_the_wrapper_cannot_follow",
     ),
     Mutant(
@@ -125,8 +125,8 @@ MUTANTS = [
     # -- counters, metrics and random numbers --------------------------------------------------------------------------
     Mutant(
         "joinables/trainer/run.py",
-        "self.samples if batch_size is None else batch_size",
-        "1 if batch_size is None else batch_size",
+        "self.samples if samples is None else samples",
+        "1 if samples is None else samples",
         LOOP + "test_equals_one_process[uneven]",
     ),
     Mutant(

@@ -158,7 +158,8 @@ def refuses(rank: int, *args: Any) -> str:
 
 @pytest.mark.parametrize(("samples", "step"), [(48, 1), (48, 3), (50, 3)])
 @pytest.mark.parametrize(
-    ("kind", "text"), [("freezes", "J473|finished reduction"), ("unfreezes", "J560"), ("adds", "J560")]
+    ("kind", "text"),
+    [("freezes", r"\(body\.0\.weight, body\.0\.bias\).*J640"), ("unfreezes", "J560"), ("adds", "J560")],
 )
 def test_a_change_that_the_wrapper_cannot_follow(ending: Ending, kind: str, text: str, samples: int, step: int) -> None:
     for found in ending.run(refuses, kind, (1, step), samples, 2, {}, ranks=2):
@@ -171,3 +172,24 @@ def test_a_gate_refuses_parameters_that_were_frozen() -> None:
     module.bias.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"The parameter 'bias' requires grad, but was frozen .*\[J560\]"):
         gate(module.bias.sum())
+
+
+class Unused(Classifier):
+    """Has a layer that the loss never reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+
+
+def leaves_some_unused(rank: int, samples: int) -> str:
+    with pytest.raises((RuntimeError, PeerError)) as caught:
+        trainer().fit(Unused(), loader(samples, 6))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("samples", [12, 24, 22, 6])  # the last, the next, a weighted step, and one without data
+def test_parameters_that_the_loss_does_not_reach(ending: Ending, samples: int) -> None:
+    for found in ending.run(leaves_some_unused, samples, ranks=2):
+        assert "Unused (extra.weight, extra.bias)" in found
+        assert "strategy='ddp_find_unused_parameters_true' to the Trainer" in found

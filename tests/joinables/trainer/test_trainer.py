@@ -423,7 +423,8 @@ BAD = [
     ({"uneven": "drop"}, ValueError, "uneven='drop' is unknown"),
     ({"num_nodes": 2, "devices": 1}, ValueError, "torchrun, SLURM or MPI"),
     ({"devices": [0, 1]}, TypeError, r"devices=\[0, 1\] is not a number of processes\. .* CUDA_VISIBLE_DEVICES"),
-    ({"max_epoch": 3}, TypeError, "max_epoch"),
+    ({"max_epoch": 3}, TypeError, r"no argument 'max_epoch'\. Use one of .*max_epochs.*\[J643\]"),
+    ({"fast_dev_run": True}, TypeError, r"no argument 'fast_dev_run'\. Pass max_steps=1"),
     ({"callbacks": [print]}, TypeError, "callbacks has a builtin"),
     ({"callbacks": [ModelCheckpoint(), ModelCheckpoint()]}, ValueError, "Several callbacks have the same state_key"),
 ]

@@ -1,0 +1,92 @@
+"""Trained weights that a failure after training would lose: :func:`load_fitting`, :func:`keep`.
+
+Hooks of a fit may change the parts of a module, and hooks and states of users may raise after the last step. Hours of
+training must not depend on either.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from join.errors import add_note, described
+from joinables.trainer.checkpoint import write_checkpoint
+
+logger = logging.getLogger("joinables")
+
+
+def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> list[str]:
+    """Load weights as far as they fit, and return the names of those that only one of the two sides has.
+
+    A buffer that is ``None`` here, or has a different shape, is replaced. So is a parameter that is ``None``.
+    """
+    with suppress(Exception):  # torch raises after it has loaded what fits; a method of the user's may raise before
+        module.load_state_dict(weights)
+        return []
+    buffers = dict(module.named_buffers())
+    for name, value in weights.items():
+        path, _, attribute = name.rpartition(".")
+        with suppress(AttributeError):
+            owner = module.get_submodule(path)
+            if (before := getattr(owner, attribute)) is None or (name in buffers and before.shape != value.shape):
+                try:
+                    setattr(owner, attribute, value)
+                except TypeError:  # a parameter that is None
+                    setattr(owner, attribute, torch.nn.Parameter(value))
+    shapes = {name: getattr(value, "shape", None) for name, value in module.state_dict().items()}
+    fitting = {name: value for name, value in weights.items() if shapes.get(name, 0) == getattr(value, "shape", None)}
+    torch.nn.Module.load_state_dict(module, fitting, strict=False)
+    return sorted((weights.keys() | shapes.keys()) - fitting.keys())
+
+
+def load_home(module: torch.nn.Module, weights: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
+    """Load the weights of a fit in other processes; a warning names those that do not fit, and a file with all.
+
+    Args:
+        module: The module in this process.
+        weights: The weights.
+        state: The snapshot of the fit, for the file.
+        folder: The folder of the file.
+    """
+    if rest := load_fitting(module, weights):
+        warnings.warn(
+            f"A hook of the fit has changed the parts of {type(module).__name__}: {', '.join(rest)} exist either in the"
+            " trained module or in this process, or have another shape there. All other weights are loaded here."
+            f" {_kept(state, folder)} To have all of them here too, make these parts in __init__.",
+            stacklevel=5,  # the call of fit
+        )
+
+
+def keep(error: Exception, state: Mapping[str, Any], folder: Path) -> None:
+    """Write a checkpoint of the trained module, and add a note with its path to the error that would lose it."""
+    add_note(error, kept := f"The module was trained before this error. {_kept(state, folder)}")
+    logger.error(kept)  # Python 3.10 has no notes
+
+
+def weights_only(module: torch.nn.Module, counted: Any) -> dict[str, Any]:
+    """Return the part of a snapshot that one rank has; ``counted`` has the numbers of epochs and steps."""
+    counts = {"epochs": counted.epochs, "global_step": counted.global_step}
+    return {**counts, "module": module.state_dict(), "optimizers": [], "schedulers": []}
+
+
+def _kept(state: Mapping[str, Any], folder: Path) -> str:
+    """Write a snapshot and return a sentence with the path of the file, or with the reason why there is none."""
+    name = f"trained-epoch={state['epochs']}-step={state['global_step']}"
+    paths = (folder / f"{name}{f'-v{version}' if version else ''}.ckpt" for version in count())
+    path = next(path for path in paths if not path.exists())
+    try:
+        try:
+            write_checkpoint(state, path)
+        except (TypeError, AttributeError, pickle.PicklingError):  # of an entry of a hook or a callback
+            write_checkpoint({"module": state["module"]}, path)
+    except Exception as error:
+        return f"Its weights could not be saved: {described(error)}."
+    return f"torch.load({str(path)!r})['module'] returns the trained weights."

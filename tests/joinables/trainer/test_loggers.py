@@ -1,0 +1,129 @@
+"""Loggers receive each value once, from rank 0, even over fits that are killed and resumed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from joinables.trainer import CSVLogger, ModelCheckpoint, TensorBoardLogger, Trainer
+from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.ranks import trainer
+from tests.pool import Pool
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the only log of CSVLogger below a folder, without the columns that a row leaves empty."""
+    (path,) = folder.rglob("metrics.csv")
+    with path.open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+class Chooses(Classifier):
+    """Sends each metric somewhere else."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("all", 1.0, on_step=True, on_epoch=True)
+        self.log("steps", 1.0, on_epoch=False)
+        self.log("epochs", 1.0, on_step=False)
+        self.log("none", 1.0, logger=False)
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def on_train_end(self) -> None:
+        self.log("end", 2.0)
+
+
+def test_a_value_goes_where_log_sends_it(tmp_path: Path) -> None:
+    module = Chooses()
+    module.hparams = {"width": 8}  # pyright: ignore
+    run = Trainer(devices=2, max_epochs=2, default_root_dir=tmp_path, log_every_n_steps=2)
+    run.fit(module, loader(36, 6))
+    step, epoch = {"all_step": 1.0, "steps_step": 1.0}, {"all": 1.0, "epochs": 1.0}
+    expected = [(0, 2, step), (1, 3, epoch), (1, 4, step), (1, 6, step), (2, 6, epoch), (2, 6, {"end": 2.0})]
+    assert rows(tmp_path) == [{"epoch": epochs, "step": steps, **values} for epochs, steps, values in expected]
+    assert {"steps", "none"} <= run.metrics.keys()
+    (path,) = tmp_path.rglob("hparams.json")
+    assert json.loads(path.read_text()) == module.hparams
+    run.test(module, loader(12))
+    assert rows(tmp_path)[-1] == {"epoch": 2.0, "step": 6.0, **{f"test_{n}": run.metrics[f"test_{n}"] for n in NAMES}}
+    Trainer(default_root_dir=tmp_path).fit(module, loader(12))
+    assert [path.name for path in sorted((tmp_path / "logs" / "csv").iterdir())] == ["version_0", "version_1"]
+
+
+NAMES = "loss", "accuracy"
+
+
+def test_nothing_is_written_unless_a_folder_or_a_logger_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Trainer().fit(Classifier(), loader(12))
+    Trainer(default_root_dir=tmp_path / "root", logger=False).fit(Classifier(), loader(12))
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+    Trainer(logger=True, enable_progress_bar=True).fit(Classifier(), loader(12))
+    assert f"Logged to {tmp_path / 'logs' / 'csv' / 'version_0'}" in capfd.readouterr().err
+
+
+def fits(rank: int, folder: Path, counts: tuple[int, ...], ckpt_path: Path | None) -> None:
+    batches = list(loader(6 * counts[rank], 6))
+    keeper = ModelCheckpoint(folder / "files", save_top_k=-1, every_n_train_steps=1)
+    run = trainer(max_epochs=2, callbacks=keeper, default_root_dir=folder, log_every_n_steps=1)
+    run.fit(Classifier(), batches, loader(12), ckpt_path=ckpt_path)
+
+
+@pytest.mark.parametrize("counts", [(4, 0), (2, 4)])  # in the second case, rank 1 writes some checkpoints
+def test_a_resumed_fit_writes_no_row_twice(pool: Pool, tmp_path: Path, counts: tuple[int, ...]) -> None:
+    pool.run(fits, tmp_path, counts, None, ranks=2)
+    expected = rows(tmp_path)
+    assert len(expected) == 2 * counts[0] + 2
+    for step in (1, 4, 6, 8):  # in an epoch, in its last step, in the next
+        saved = shutil.copy(tmp_path / "files" / f"epoch={step // 5}-step={step}.ckpt", tmp_path / "saved.ckpt")
+        pool.run(fits, tmp_path, counts, saved, ranks=2)
+        assert rows(tmp_path) == expected
+
+
+def test_curves_of_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # pyright: ignore
+
+    run = Trainer(devices=2, logger=TensorBoardLogger(tmp_path), log_every_n_steps=1)
+    module = Classifier()
+    for run.max_epochs in (1, 2):
+        run.fit(module, loader(24, 6))
+    (log,) = tmp_path.iterdir()
+    curves: Any = EventAccumulator(str(log))
+    curves.Reload()
+    assert [point.step for point in curves.Scalars("train_loss_step")] == [1, 2, 3, 4]
+    assert [point.step for point in curves.Scalars("train_loss")] == [2, 4]
+    assert curves.Scalars("train_loss")[-1].value == pytest.approx(run.metrics["train_loss"])
+
+
+class Mine:
+    """A logger of the user's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        with self.path.open("a") as file:
+            print(step, sorted(metrics), file=file)
+
+    def log_hyperparams(self, params: Any) -> None: ...
+
+    def finalize(self, status: str) -> None:
+        self.log_metrics({status: 0.0}, 0)
+
+
+def test_loggers_of_the_user(tmp_path: Path) -> None:
+    mine, other = Mine(tmp_path / "mine"), CSVLogger(tmp_path)
+    Trainer(devices=2, logger=[mine, other]).fit(Classifier(), loader(24, 6))
+    assert mine.path.read_text() == "2 ['epoch', 'train_accuracy', 'train_loss']\n0 ['success']\n"
+    assert other.log_dir == tmp_path / "version_0"
+    with pytest.raises(TypeError, match=r"logger='tb' has no methods log_metrics.*\[J642\]"):
+        Trainer(logger="tb")

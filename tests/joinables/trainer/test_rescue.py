@@ -1,0 +1,131 @@
+"""Nothing that was trained is lost by a failure after training."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from joinables.trainer import Callback, NotPicklable, Trainer, launch
+from tests.joinables.trainer.modules import FEATURES, Classifier, loader
+
+
+class Changes(Classifier):
+    """Changes its parts in a hook of the fit."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.change = change
+        self.register_buffer("mean", None)
+        self.register_buffer("bank", torch.zeros(0, FEATURES))
+        self.register_parameter("scale", None)
+        self.spare = nn.Linear(2, 2).requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        getattr(self, self.change)()
+
+    def gains_a_copy(self) -> None:
+        self.ema = copy.deepcopy(self.body).requires_grad_(False)
+
+    def sets_a_buffer(self) -> None:
+        self.mean = torch.ones(FEATURES)
+
+    def grows_a_buffer(self) -> None:
+        self.bank = torch.ones(2, FEATURES)
+
+    def sets_a_parameter(self) -> None:
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def changes_a_shape(self) -> None:
+        self.spare = nn.Linear(3, 2, bias=False).requires_grad_(False)
+
+    def loses_a_part(self) -> None:
+        del self.spare
+
+
+CHANGES = {
+    "gains_a_copy": "ema.0.bias, ema.0.weight, ema.3.bias, ema.3.weight",
+    "sets_a_buffer": "",
+    "grows_a_buffer": "",
+    "sets_a_parameter": "",
+    "changes_a_shape": "spare.bias, spare.weight",
+    "loses_a_part": "spare.bias, spare.weight",
+}
+
+
+def trained(files: Path) -> dict[str, Any]:
+    (file,) = files.glob("trained-*.ckpt")
+    return torch.load(file, weights_only=True)["module"]
+
+
+@pytest.mark.filterwarnings("ignore:A hook of the fit has changed:UserWarning")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_a_hook_changes(tmp_path: Path, recwarn: Any, change: str) -> None:
+    here, alone = Changes(change), Changes(change)
+    trainer = Trainer(devices=2, max_epochs=2, default_root_dir=tmp_path)
+    trainer.fit(here, loader(6))  # one batch: rank 1 has none
+    Trainer(devices=1, max_epochs=2).fit(alone, loader(6))
+    expected, rest = alone.state_dict(), CHANGES[change]
+    loaded = {name: value for name, value in here.state_dict().items() if name not in rest.split(", ")}
+    assert loaded.keys() | (set(rest.split(", ")) & expected.keys()) == expected.keys()
+    for name, value in loaded.items():
+        torch.testing.assert_close(value, expected[name])
+    assert trainer.global_step == 2
+    if rest:
+        assert f": {rest} exist either" in str(recwarn.pop().message)
+        assert trained(tmp_path).keys() == expected.keys()
+
+
+class Fails(Callback):
+    """Fails after training: in a hook or a state, in the workers or at home."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.is_trained = where, False
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.is_trained = True
+        if self.where == "hook":
+            raise KeyError(self.where)
+
+    def on_end(self, trainer: Any, module: Any, stage: str) -> None:
+        if self.where == "end" and trainer.is_global_zero:
+            raise KeyError(self.where)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"function": lambda: None} if self.where == "state" and self.is_trained else {"is": self.is_trained}
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.where == "load" and state["is"]:
+            raise KeyError(self.where)
+
+
+@pytest.mark.parametrize("where", ["hook", "end", "state", "load"])
+def test_a_failure_after_training(tmp_path: Path, where: str) -> None:
+    alone = Classifier()
+    Trainer(devices=1).fit(alone, loader(6))
+    with pytest.raises((KeyError, NotPicklable)) as caught:
+        Trainer(devices=2, callbacks=Fails(where), default_root_dir=tmp_path).fit(Classifier(), loader(6))
+    torch.testing.assert_close(trained(tmp_path), dict(alone.state_dict()))
+    if sys.version_info >= (3, 11):
+        told = r"torch\.load\('.*trained-epoch=1-step=1\.ckpt'\)\['module'\]"
+        assert re.search(told, str(vars(caught.value)["__notes__"]))
+
+
+def test_a_result_that_does_not_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(value: Any, path: Path) -> None:
+        if path.name == "result":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(value, path)
+
+    write = launch.write
+    monkeypatch.setattr(launch, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        Trainer(devices=2, strategy="ddp_fork", default_root_dir=tmp_path).fit(Classifier(), loader(6))
+    assert trained(tmp_path)["body.0.weight"].shape == (8, FEATURES)

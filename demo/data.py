@@ -41,6 +41,7 @@ class Shard(Sampler[int]):
     """Sampler of this rank's images."""
 
     epoch = 0
+    num_replicas = len(BATCHES)  # it distributes the images itself
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ class FromServer(Launcher):
 
     def __init__(self, world_size: int, *, start_method: Any = "spawn", **options: Any) -> None:
         super().__init__(world_size, start_method="forkserver" if start_method == "spawn" else start_method, **options)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process runs a script, where a worker of pytest-xdist runs ``python -c``, whose calls may be forked."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
 
 
 @pytest.fixture(autouse=True)

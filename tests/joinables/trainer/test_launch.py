@@ -177,8 +177,8 @@ def large(argument: torch.Tensor) -> Any:
 def test_large_result_of_spawned_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes home in a file, whose name is all that is put and got, once, after rank 0 has ended."""
     got: list[Any] = []
-    get = SimpleQueue.get
-    monkeypatch.setattr(SimpleQueue, "get", lambda self: got.append((children(), get(self))) or got[-1][1])
+    get, before = SimpleQueue.get, children()
+    monkeypatch.setattr(SimpleQueue, "get", lambda self: got.append((children() - before, get(self))) or got[-1][1])
     argument = torch.arange(2_500_000, dtype=torch.float32)
     met, tensor, entries = local(2, "spawn").launch(large, argument)
     check_met(met, argument)
@@ -504,7 +504,7 @@ def test_what_is_defined_under_the_guard(tmp_path: Path) -> None:
     ],
 )
 def test_call_that_cannot_be_pickled(
-    call: Callable[[], Any], text: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+    call: Callable[[], Any], text: str, monkeypatch: pytest.MonkeyPatch, folder: Path, script: None
 ) -> None:
     monkeypatch.delattr(module, "_run")  # no process is started
     with pytest.raises(NotPicklable, match=text):

@@ -296,7 +296,7 @@ def test_ctrl_c(tmp_path: Path, start_method: str) -> None:
     assert not [each for each in folder.iterdir() if each.name.startswith("joinables-")]
 
 
-def test_what_cannot_be_pickled() -> None:
+def test_what_cannot_be_pickled(script: None) -> None:
     with pytest.raises(NotPicklable, match=r"^The call cannot be pickled .*test_what_cannot_be_pickled.*lambda"):
         Trainer(devices=2).fit(Classifier(), loader(collate_fn=lambda rows: rows))
 

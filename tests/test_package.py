@@ -260,6 +260,7 @@ def test_unsupported_torch_is_one_error() -> None:
 
 def test_a_package_that_torch_needs_is_not_blamed_on_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(ModuleNotFoundError, match="tensorboard"):
         versions.require({"torch.utils.tensorboard": ("SummaryWriter",)})
     with pytest.raises(ImportError, match=r"joinables needs torch\.utils\.cheese, which torch"):

@@ -422,6 +422,7 @@ def _refuse_unknown(names: Iterable[str]) -> None:
     """Raise a ``TypeError`` for the first name, which is not an argument of a trainer."""
     for name in names:
         hint = _ELSEWHERE.get(name, f"Use one of {', '.join([*inspect.signature(Trainer).parameters][:-1])}")
+        #: For an argument of Lightning's Trainer, do what the message says. Otherwise pass an argument that it lists.
         raise TypeError(f"Trainer has no argument {name!r}. {hint}. [J643]")
 
 

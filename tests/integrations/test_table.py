@@ -44,6 +44,8 @@ UNREACHABLE = {
     "J521": "it is Accelerate's: in a Trainer it is J602",
     "J524": "the loader of the loop is the integration's",
     "J564": "it is of plain blocks",
+    "J684": "users call joinables.Mean themselves",
+    "J686": "users call join.mean themselves",
 }
 """Errors whose advice is a loop, and that users of Lightning and of Transformers do not meet."""
 

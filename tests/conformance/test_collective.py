@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import os
 import pickle
+import time
 from typing import Any
 from unittest import mock
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from weakref import ref
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import JoinError
+from join.batch import Step
 from join.collectives._torch_private import Writes, accumulators, on_gradient, will_run, writes_to
 from join.protocol.channel import Channel
 from joinables._torch import autograd, objects, reducer
@@ -159,7 +160,7 @@ class Forwards:
         self.reduces_next |= synchronises
         if synchronises and self._ddp.find_unused_parameters:
             self._outputs = [ref(tensor) for tensor in outputs]
-        hook = partial(self._gradient_enters, synchronises, self._channel.step.is_dummy)
+        hook = partial(self._gradient_enters, synchronises, self._channel.step)
         for tensor in outputs:
             handle = on_gradient(tensor, hook)
             if tensor.is_leaf:  # the user's own tensor, returned unchanged, outlives the graph
@@ -169,18 +170,27 @@ class Forwards:
                 self._parameter_hook.remove()  # the hook of an earlier forward would run first
             self._parameter_hook = torch.autograd.graph.register_multi_grad_hook(self._parameters, hook, mode="any")
 
-    def _gradient_enters(self, synchronises: bool, on_dummy: bool, gradient: torch.Tensor) -> None:
-        """Notice a backward at the first gradient that enters the module, if gradients will reach its parameters."""
+    def _gradient_enters(self, synchronises: bool, step: Step, gradient: torch.Tensor) -> None:
+        """Notice a backward at the first gradient that enters the module, if gradients will reach its parameters.
+
+        Args:
+            synchronises: Whether DDP reduces gradients after the forward.
+            step: The step of the forward.
+            gradient: A gradient of the module's output.
+        """
         if "_channel" not in vars(self):  # the block has ended, and this is an ordinary DDP module
             return
-        if on_dummy:
-            if not self._channel.step.in_loop:
+        current = self._channel.step
+        if step.is_dummy:
+            if not current.in_loop:
                 refuse_backward_on_dummy(cast("object", self._ddp.module))
             self.inner.keep_in_backward()
         backward = autograd.backward_under_way()
         if backward == self._backward:
             return
         self._backward, self.end_calls = backward, None
+        if step.window != current.window and step.in_loop and current.in_loop:
+            self._refuse_late_backward(step, current)
         try:
             reaches_parameters = any(map(will_run, self._accumulators))
         except RuntimeError:  # torch.autograd.grad computes the gradient of one of the parameters
@@ -198,6 +208,13 @@ class Forwards:
                 call()
 
         autograd.after_backward(partial(autograd.after_backward, end))  # after the callbacks of reducers
+
+    def _refuse_late_backward(self, step: Step, current: Step) -> NoReturn:
+        raise JoinError(
+            f"A backward of DistributedDataParallel ran in step {current.number} of join.iterate, but its forward ran"
+            f" in step {step.number}. join.weight, join.shadowing and gradients belong to the batch that was read last."
+            " Run the backward before you read the next batch, and call next() only at the start of a step. [J701]"
+        )
 
     def _refuse_backward_inside(self) -> None:
         if writes_to(parameter.grad for parameter in self._parameters) != self._writes_before:

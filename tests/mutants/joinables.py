@@ -62,7 +62,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "            if not self._channel.step.in_loop:\n                refuse_backward_on_dummy",
+        "            if not current.in_loop:\n                refuse_backward_on_dummy",
         "            if False:\n                refuse_backward_on_dummy",
         "tests/join/failure/test_training.py::test_a_backward_after_the_loop_in_which_its_forward_ran_on_a_dummy",
     ),
@@ -290,6 +290,18 @@ MUTANTS = [
         "            self._load_hyperparameters(pytree.tree_unflatten(received, structure))",
         "            pass",
         "tests/joinables/test_zero.py::test_a_learning_rate_that_is_raised",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "if step.window != current.window and",
+        "if False and",
+        "tests/joinables/ddp/test_late_backward.py::test_the_next_batch_is_read_too_early",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "if step.window != current.window and",
+        "if step is not current and",
+        "tests/joinables/ddp/test_late_backward.py::test_all_losses_of_a_window_run_backward_in_its_last_step",
     ),
     # -- what the loop does around the listed objects ------------------------------------------------------------------
     Mutant(

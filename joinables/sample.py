@@ -51,7 +51,7 @@ class Sample:
 
 def _norm(tensor: torch.Tensor | None) -> float:
     """Return the squared norm of the last row; NaN if it is unknown."""
-    if tensor is None or not tensor.is_cpu or tensor.is_sparse or tensor.is_complex():
+    if tensor is None or not tensor.is_cpu or tensor.is_sparse or tensor.is_complex() or not tensor.numel():
         return math.nan
-    row = (tensor[-1] if tensor.dim() else tensor).flatten()
+    row = (tensor[-1] if tensor.dim() else tensor).flatten().float()  # not every type has a product
     return torch.dot(row, row).item()

@@ -101,3 +101,10 @@ def test_what_is_right_is_no_error(
 def test_a_device_is_not_waited_for() -> None:
     sample = Sample([torch.ones(2, device="meta")], set())  # a meta tensor has no value to read
     assert all(map(math.isnan, sample.take(set())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.complex64])
+def test_parameters_of_any_type(dtype: torch.dtype) -> None:
+    sample = Sample([torch.ones(3, 2).to(dtype), torch.ones(0, 2).to(dtype), torch.ones(()).to(dtype)], set())
+    expected = [math.nan] * 3 if dtype.is_complex else [2.0, math.nan, 1.0]
+    assert sample.take(set()) == pytest.approx(expected, nan_ok=True)

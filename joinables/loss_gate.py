@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
+from joinables._torch.autograd import nodes_of
 from joinables.modules import zero_of
 
 
@@ -70,21 +70,10 @@ class LossGate(torch.nn.Module):
         # A function in Python may run a backward itself, as a reentrant checkpoint does.
         return any(
             isinstance(node, BackwardCFunction) or id(getattr(node, "variable", None)) in self._trained_ids
-            for node in _nodes_of(loss)
+            for node in nodes_of([loss])
         )
 
 
 def leaves_of(loss: torch.Tensor) -> set[torch.Tensor]:
     """Return the tensors whose gradients a backward of the loss computes."""
-    return {node.variable for node in _nodes_of(loss) if hasattr(node, "variable")}
-
-
-def _nodes_of(loss: torch.Tensor) -> Iterator[Any]:
-    """Yield the nodes of the graph of the loss, the nearest first."""
-    nodes: list[Any] = [get_gradient_edge(loss).node]
-    seen = {None, *nodes}
-    for node in nodes:  # the loop adds the nodes behind each node
-        yield node
-        behind = {function for function, _ in node.next_functions} - seen
-        seen |= behind
-        nodes += behind
+    return {node.variable for node in nodes_of([loss]) if hasattr(node, "variable")}

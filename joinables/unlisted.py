@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from join import Join
+from joinables._torch.autograd import variable_of
 from joinables._torch.objects import is_scheduled
 from joinables.adapter import Silent
 from joinables.state import parameters_of
@@ -59,11 +60,10 @@ class Unlisted(Silent):
         if optimizer in self._stepped:
             return
         self._stepped.add(optimizer)
-        frame = inspect.currentframe()
-        while frame is not None:  # nothing but its caller shows that a scaler makes the step
-            if frame.f_code is torch.amp.GradScaler.step.__code__:
-                self._scalers.add(frame.f_locals["self"])
-            frame = frame.f_back
+        # Nothing but its caller shows that a scaler makes the step.
+        scaler = variable_of(torch.amp.GradScaler.step, "self", inspect.currentframe())
+        if scaler is not None:
+            self._scalers.add(scaler)
 
     @override
     def synchronise(self, source: int) -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from join.collectives._torch_private import after_backward, backward_under_way
 
@@ -36,34 +38,46 @@ def differentiated_collective(group: Any) -> str:
     Replaces a query for the tensors at which a backward began: they are read from the frame of
     ``torch.autograd.backward``, which is in another thread if this one belongs to a device.
     """
-    nodes = [tensor.grad_fn for tensor in _roots() if tensor.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node: Any = nodes.pop()
+    for node in nodes_of(_roots()):
         function = getattr(node, "_forward_cls", None)
         if function is not None and function.__module__ == "torch.distributed.nn.functional":
             if (node.group or dist.group.WORLD) is group:
                 return function.__name__.removeprefix("_")
         elif getattr(node, "group_name", None) == group.group_name:
             return node.name()
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                nodes.append(before)
     return ""
 
 
 def _roots() -> list[torch.Tensor]:
     others = sys._current_frames()
     del others[threading.get_ident()]  # a frame that refers to itself would keep its variables
-    for innermost in (sys._getframe(1), *others.values()):
-        frame: Any = innermost
-        while frame is not None:
-            if frame.f_code is torch.autograd.backward.__code__:
-                tensors = frame.f_locals["tensors"]
-                return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            frame = frame.f_back
+    for frame in (sys._getframe(1), *others.values()):
+        if (tensors := variable_of(torch.autograd.backward, "tensors", frame)) is not None:
+            return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     return []
+
+
+def variable_of(function: Any, name: str, frame: FrameType | None) -> Any:
+    """Return a variable of the innermost call of a function among a frame and its callers; ``None`` without one.
+
+    Only the variables of that call are read, since a frame keeps the variables that were read.
+    """
+    while frame is not None:
+        if frame.f_code is function.__code__:
+            return frame.f_locals[name]
+        frame = frame.f_back
+    return None
+
+
+def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph of tensors that require grad, the nearest first."""
+    nodes: list[Any] = [get_gradient_edge(tensor).node for tensor in tensors]
+    seen = {None, *nodes}
+    for node in nodes:  # the loop adds the nodes behind each node
+        yield node
+        behind = {function for function, _ in node.next_functions} - seen
+        seen |= behind
+        nodes += behind
 
 
 def hook_gradients(

@@ -289,9 +289,8 @@ class Fit(Run):
 def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[Any]]:
     """Evaluate on ``loader`` and return the metrics over all ranks, and the outputs of a prediction by batch.
 
-    Rank 0 returns the outputs of all ranks, and the other ranks return none. They are in
-    the order of the data set. If the trainer did not distribute the data, all outputs of rank 0 come first, then those
-    of rank 1, and so on.
+    Rank 0 returns the outputs of all ranks, and the other ranks return none. They are in the order of the data set. If
+    the trainer did not distribute the data, all outputs of rank 0 come first, then those of rank 1, and so on.
 
     Args:
         run: The current run.

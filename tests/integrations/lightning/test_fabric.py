@@ -32,10 +32,15 @@ from tests.integrations.lightning.training import (
 PAGE = Path(__file__).parents[3] / "docs" / "frameworks" / "lightning.md"
 
 
-def train(rank: int, case: Case, iterate: bool) -> list[torch.Tensor]:
+def launched(rank: int) -> Any:
     quiet(rank)
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
+    return fabric
+
+
+def train(rank: int, case: Case, iterate: bool) -> list[torch.Tensor]:
+    fabric = launched(rank)
     net = build(case)
     optimizer, scheduler = optimizers_of(net)
     model, wrapped = fabric.setup(net, optimizer)
@@ -53,9 +58,7 @@ def train(rank: int, case: Case, iterate: bool) -> list[torch.Tensor]:
 
 
 def wrap_twice(rank: int) -> None:
-    quiet(rank)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-    fabric.launch()
+    fabric = launched(rank)
     model = fabric.setup(DistributedDataParallel(nn.Linear(FEATURES, 1)))
     with pytest.raises(ValueError, match="is wrapped in DistributedDataParallel twice"):
         Join([model])
@@ -75,9 +78,7 @@ def test_as_one_process(ending: Ending, counts: tuple[int, int], iterate: bool) 
 
 def train_in_windows(rank: int, case: Case) -> tuple[list[torch.Tensor], list[list[float]]]:
     """Accumulate and clip; in each step, the mean loss as the page of Fabric has it, and a count of all ranks."""
-    quiet(rank)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-    fabric.launch()
+    fabric = launched(rank)
     net = build(case)
     optimizer, scheduler = optimizers_of(net)
     model, wrapped = fabric.setup(net, optimizer)

@@ -235,7 +235,7 @@ class _Call:
 
         from tests.gpus import gpu_of
 
-        gpu = gpu_of(rank) if self.backend == "nccl" else None
+        gpu = gpu_of(rank) if "nccl" in self.backend else None
         dist.init_process_group(
             self.backend,
             store=dist.FileStore(str(self.folder / "store"), self.ranks),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ STALL = 1.0
 AT_ONCE = 5
 COUNTS = 6, 6, 2
 FAILS, FAILS_AT = 1, 3
+JOINED = 2
+STOPPED = SECONDS + 5  # seconds, until a rank that was stopped is killed
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,17 @@ class Cell:
     where: str
     reads: bool  # each rank reads its loss at each step
     over_group: bool = False  # headers go over a group, as between machines
+    cpu: bool = False  # the group has a backend for the CPU, too
+
+    @property
+    def victim(self) -> int:
+        """The rank that fails."""
+        return JOINED if self.where == "joined" else FAILS
 
     @override
     def __str__(self) -> str:
-        over = ", over a group" if self.over_group else ""
-        return f"{self.loop}, {self.how} in the {self.where}{', reads losses' if self.reads else ''}{over}"
+        more = {", reads losses": self.reads, ", over a group": self.over_group, ", CPU backend": self.cpu}
+        return f"{self.loop}, {self.how} in the {self.where}" + "".join(name for name, holds in more.items() if holds)
 
 
 CELLS = [
@@ -58,6 +68,15 @@ CELLS += [
     Cell("plain", "killed", "backward", reads=True, over_group=True),
     Cell("iterate", "killed", "forward", reads=True, over_group=True),
     Cell("iterate", "raises", "backward", reads=True, over_group=True),
+    Cell("plain", "stopped", "backward", reads=True, over_group=True),
+    Cell("iterate", "stopped", "forward", reads=False, over_group=True),
+    Cell("plain", "killed", "joined", reads=False),
+    Cell("plain", "killed", "joined", reads=True, over_group=True),
+    Cell("plain", "killed", "backward", reads=True, cpu=True),
+    Cell("plain", "raises", "forward", reads=False, over_group=True, cpu=True),
+    Cell("iterate", "killed", "forward", reads=True, over_group=True, cpu=True),
+    Cell("iterate", "killed", "joined", reads=True, cpu=True),
+    Cell("iterate", "stopped", "backward", reads=True, over_group=True, cpu=True),
 ]
 
 
@@ -67,6 +86,9 @@ def fail(cell: Cell) -> None:
         if cell.over_group:
             time.sleep(1.0)  # until its watch has said once that it lives: without that, it may be about to enter
         os.kill(os.getpid(), signal.SIGKILL)
+    if cell.how == "stopped":
+        subprocess.Popen(["sh", "-c", f"sleep {STOPPED}; kill -9 {os.getpid()}"], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
     raise ValueError("mine")
 
 
@@ -81,8 +103,12 @@ def _train(rank: int, target: Target, cell: Cell) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mine = [tuple(part.to(device) for part in batch(rank, 0, step)) for step in range(COUNTS[rank])]
     with Join([model, optimizer], divide_by_initial_world_size=False) as join:
+        if cell.where == "joined" and rank == JOINED:
+            threading.Timer(1.0, fail, [cell]).start()
         for step, (x, y) in enumerate(join.iterate(mine) if cell.loop == "iterate" else mine):
-            fails = rank == FAILS and step == FAILS_AT
+            if cell.where == "joined":
+                time.sleep(0.5)
+            fails = rank == cell.victim and step == FAILS_AT
             if step == FAILS_AT - 1 and target.is_simulated:
                 simulated.configure(stall=STALL, watchdog=2 * SECONDS)  # only now: until then, ranks may come late
             optimizer.zero_grad()
@@ -108,7 +134,8 @@ def started() -> Iterator[dict[tuple[Target, Cell], Running]]:
 
 def start(ending: Ending, target: Target, cell: Cell) -> Running:
     prepare = prepare_simulated if target.is_simulated else None
-    how: Any = {"backend": target.backend, "prepare": prepare, "over_group": cell.over_group}
+    backend = f"cpu:gloo,{target.device}:{target.backend}" if cell.cpu and target.backend != "gloo" else target.backend
+    how: Any = {"backend": backend, "prepare": prepare, "over_group": cell.over_group}
     return ending.start(train, target, cell, ranks=target.ranks(len(COUNTS)), **how)
 
 
@@ -136,14 +163,15 @@ def test_end(
 
 def check(cell: Cell, ends: list[End]) -> None:
     told = "\n".join(f"--- rank {rank}: {end.code}\n{end.text}" for rank, end in enumerate(ends))
-    failed: Any = ends[FAILS]
-    if cell.how == "killed":
+    failed: Any = ends[cell.victim]
+    if cell.how != "raises":
         assert failed.code == -signal.SIGKILL, told
     else:
         assert failed.code == 1 and failed.error == "ValueError: mine", told
-    cause = "PeerError: rank 1 is gone" if cell.how == "killed" else "PeerError: rank 1 failed: ValueError: mine"
+    rest = "failed: ValueError: mine" if cell.how == "raises" else "is gone"
+    cause = f"PeerError: rank {cell.victim} {rest}"
     failed_at = float(failed.said("failed"))
     for rank, end in enumerate(ends):
-        if rank != FAILS:
+        if rank != cell.victim:
             assert end.code == 1 and end.error.startswith(cause), told
             assert end.at - failed_at < SECONDS, f"rank {rank} took {end.at - failed_at:.1f} s\n{told}"

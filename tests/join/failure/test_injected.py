@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -143,6 +144,7 @@ def cases_of(ending: Ending, most: int) -> list[tuple[bool, str, str, str]]:
     return cases
 
 
+@pytest.mark.timeout(7200 if ALL else 240)
 def test_the_other_rank_learns_of_it(ending: Ending) -> None:
     cases = cases_of(ending, 10**6 if ALL else SAMPLE)
     table: dict[str, dict[str, int]] = {}

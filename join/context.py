@@ -363,8 +363,8 @@ class Join:
                 logs = join.mean({"loss": loss.detach(), "accuracy": accuracy}, weight=len(x))
 
         Args:
-            value: A number, a tensor, or a dict of these. On a dummy batch, and with a weight of 0, it is ignored, even
-                if it is NaN. Tensors have the same shape on all ranks.
+            value: A number, a tensor, or a dict of these, with the same keys and shapes on all ranks. On a dummy batch,
+                and with a weight of 0, it is ignored, even if it is NaN.
             weight: The number of samples or tokens that ``value`` is the mean of. The default is :attr:`weight`: the
                 result of ``weigh``, or 1.
 
@@ -374,8 +374,10 @@ class Join:
 
         Raises:
             JoinError: Outside a loop over :meth:`iterate`.
+            ProtocolError: On every rank, if ranks pass different keys or shapes. On an accelerator, the result is NaN
+                instead, since the host does not wait for it.
             TypeError: If an argument is none of these.
-            ValueError: If ``weight`` is negative or not finite.
+            ValueError: If ``weight`` is negative or not finite. A tensor on an accelerator is not checked.
         """
         step = self._step
         if not step.in_loop:

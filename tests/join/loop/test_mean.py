@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from join import Join, JoinError
+from join import Join, JoinError, ProtocolError
 from join.collectives import collective_of
 from joinables import Mean, steps
 from tests.join.counter import Counter
@@ -45,6 +45,41 @@ def test_mean_of_a_step(pool: Pool) -> None:
         assert in_dict == pytest.approx(weighted) and vector == pytest.approx(weighted) and half == number
 
 
+UNLIKE: dict[str, tuple[Any, Any, str]] = {
+    "a key": ({"a": 1.0, "b": 2.0}, {"a": 1.0}, "rank 0: ['a'] [], ['b'] []; rank 1: ['a'] []; rank 2: ['a'] [], "),
+    "a small shape": (torch.ones(3), torch.ones(0), "rank 0: [3]; rank 1: [0]; rank 2: [3]"),
+    "a large shape": (torch.ones(50), torch.ones(70), "rank 0: [50]; rank 1: [70]; rank 2: [50]"),
+    "more keys than the head": (dict.fromkeys(map(str, range(30)), 1.0), {}, "; rank 1: nothing; rank 2: "),
+}
+
+
+def mean_of_unlike(rank: int, own: Any, of_dummies: Any) -> str:
+    with pytest.raises(ProtocolError) as caught, Join([], process_group=None) as join:
+        for _ in join.iterate(values_of(rank)):
+            join.mean(of_dummies if join.shadowing else own)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_values_are_an_error_on_all_ranks(pool: Pool, name: str) -> None:
+    own, of_dummies, told = UNLIKE[name]
+    for text in pool.run(mean_of_unlike, own, of_dummies):
+        assert told in text and text.endswith("[J740]"), text
+
+
+def mean_in_any_order(rank: int) -> dict[str, Any]:
+    with Join([], process_group=None) as join:
+        for _ in join.iterate(values_of(rank)):
+            own = {"b": 2.0, "a": {"z": torch.ones(20), "y": 1.0}}
+            mean = join.mean(own if rank else {"a": dict(reversed(own["a"].items())), "b": own["b"]})
+    return mean
+
+
+def test_a_dict_has_its_own_order_on_each_rank(pool: Pool) -> None:
+    for mean in pool.run(mean_in_any_order):
+        assert (mean["b"], mean["a"]["y"], mean["a"]["z"].tolist()) == (2.0, 1.0, [1.0] * 20)
+
+
 def test_mean_of_no_weight(pool: Pool) -> None:
     assert all(map(math.isnan, pool.run(mean_of_nothing)))
 
@@ -72,9 +107,13 @@ def test_mean_outside_a_loop_says_what_to_do() -> None:
     with join, pytest.raises(TypeError, match=r"type str\. Pass a number.*\[J680\]"):
         for _ in join.iterate(range(1)):
             join.mean({"loss": "1.0"})
-    with join, pytest.raises(ValueError, match=r"weight is -1, which is negative.*\[J007\]"):
+    for weight in (-1, torch.tensor(-1)):
+        with join, pytest.raises(ValueError, match=r"weight is -1, which is negative.*\[J007\]"):
+            for _ in join.iterate(range(1)):
+                join.mean(1.0, weight=weight)
+    with join, pytest.raises(TypeError, match=r"weight is tensor.*not a number.*\[J006\]"):
         for _ in join.iterate(range(1)):
-            join.mean(1.0, weight=-1)
+            join.mean(1.0, weight=torch.ones(2))
 
 
 def mean_of_epochs(rank: int, over_iterate: bool) -> list[float]:

@@ -165,10 +165,12 @@ class Kept:
         agreed: Results on which the ranks agreed in earlier blocks, by the digest of a block's arguments
             (``join.block``). They are equal on all ranks, and empty before the first block.
         watch: The watch of the group (``join.failure.watch``).
+        lost: The failure of a block, after which ranks may wait in different collectives; "" without one.
     """
 
     agreed: dict[int, Any] = field(default_factory=dict[int, Any])
     watch: Any = None
+    lost: str = ""
 
 
 class Collective(ABC):

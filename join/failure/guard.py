@@ -69,6 +69,12 @@ class Guard:
         self.is_fork = self.peers.is_fork
         if self.is_fork:
             self.raise_closed()
+        if lost := self._collective.kept.lost:
+            raise JoinError(
+                f"Another block of this process group has failed in this process ({lost}), so its ranks may wait in"
+                " different collectives. Restart from a checkpoint, or destroy the process group on all ranks and make"
+                " a new one. [J750]"
+            )
         self.peers.begin()
         self._collective.waiter = self.wait_patiently
 
@@ -76,7 +82,8 @@ class Guard:
         """Stop watching the other ranks; called when the last block of the group closes."""
         self._collective.waiter = None
         self.peers.end()
-        if self.is_lost:
+        if self.is_lost and self._collective.world_size > 1:
+            self._collective.kept.lost = self.closed
             self._collective.hold()
 
     # -- waiting ------------------------------------------------------------------------------------------------------

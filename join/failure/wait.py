@@ -37,7 +37,8 @@ _BACKWARD, _C10D = ("torch.autograd.graph", "_engine_run_backward"), "torch.dist
 _SHORT = {"torch._tensor": "torch.Tensor", _C10D: "torch.distributed"}
 _RANKS_AT_ONCE = 64  # with more ranks than these, each rank reads and writes the board less often
 _MOST_LINES = 16
-_SLOWER = 8  # the factor of the time limit in a block in which ranks have moved again after an explanation
+_SLOWER = 8  # the factor of the time limit in a block where an explanation may have told of a rank that only is slow
+_OF_BACKWARD = "the collectives of this backward"
 
 
 class Wait:
@@ -107,7 +108,8 @@ class Wait:
         seen = every_rank({**answers, board.rank: own}, board.world_size)
         resting = _of(seen, "rests")
         waiting = _of(seen, "waits", "calls") or resting * (len({seen[rank].place for rank in resting}) > 1)
-        self._limit, self._has_explained = 2 * own.still, self._has_explained or bool(waiting)
+        self._limit = 2 * own.still * (_SLOWER if _may_take_long(seen) else 1)
+        self._has_explained |= bool(waiting)
         if waiting[:1] == [board.rank]:
             text = "\n".join([*places(seen), _advice(seen)])
             _logger.warning("join: no rank has moved for %.0f s.\n%s", own.still, text)
@@ -139,6 +141,11 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)}"
 
 
+def _may_take_long(seen: Sequence[Progress]) -> bool:
+    """Return whether a rank may be slow only: it works, or its line does not show that it waits for other ranks."""
+    return bool(_of(seen, "works", "rests")) or any(each.call == _OF_BACKWARD for each in seen)
+
+
 def _advice(seen: Sequence[Progress]) -> str:
     """Return the meaning of the wait, and advice."""
     waits, calls, texts = _of(seen, "waits", "left"), _of(seen, "calls", "rests"), {each.place for each in seen}
@@ -157,7 +164,11 @@ def _advice(seen: Sequence[Progress]) -> str:
         if not any("join.iterate" in place for place in texts):
             first = "List the object that calls them" if " of " in call else "Call it after the block"
             fix = f"{first}, or loop over join.iterate"
-        text = f"{_named(waits).capitalize()} never call{'s' * (len(waits) == 1)} {call}. {fix}."
+        text = f"{_named(waits)} never call{'s' * (len(waits) == 1)} {call}"
+        if _may_take_long(seen):
+            text = f"Either it takes so long there, or {text}. In the second case: {fix[0].lower()}{fix[1:]}."
+        else:
+            text = f"{text[0].upper()}{text[1:]}. {fix}."
     else:
         text = "The ranks wait for each other. Run the same collectives in the same order on all ranks."
     return f'{text} Docs: "My job hangs".'

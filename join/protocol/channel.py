@@ -183,6 +183,8 @@ class Channel:
         doing = "has announced nothing" if announcer is None else f"announced {announcer.joinable.join_name}"
         doing = f"{'is out of data' if self.has_run_out else doing} (header {headers})"
         where = "" if loop is None else f"in step {place.step} of join.iterate" if place.step else "begins join.iterate"
+        if loop is not None and (place.left or loop.phase is Phase.LEFT):
+            where = f"left join.iterate in step {place.step}"
         if self.guard.doing:
             where = f"{self.guard.doing.partition(' with ')[0]}, waits for the others"
         elif self.has_run_out:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,6 +80,24 @@ def branches(rank: int, model: Any) -> None:
                 dist.broadcast(x.sum(), 0, group=groups[1])
 
 
+def leaves(rank: int, model: Any) -> None:
+    with Join([model]) as join:
+        for step, _ in enumerate(join.iterate(range(3))):
+            if rank == 1 and step == 1:
+                break
+            train(model, rank, step)
+        dist.barrier()
+
+
+def works(rank: int, model: Any) -> None:
+    """Rank 2 calls one function in C for long, which may be a wait for another rank, too."""
+    with Join([model]):
+        for step in range(COUNTS[rank]):
+            if rank == 2 and step == 1:
+                time.sleep(60.0)
+            train(model, rank, step)
+
+
 class Slow(torch.utils.data.Dataset[Any]):
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -135,7 +154,7 @@ HANGS: dict[Callable[..., None], str] = {
     last_steps: rf"""
   rank 0: out of data, {AT_THE_END}
   ranks 1-3: in torch\.Tensor\.backward \(test_hang\.py:\d+, in train\)
-Rank 0 never calls the collectives of this backward\. List the object that calls them, or loop over join\.iterate""",
+Either it takes so long there, or rank 0 never calls the collectives of this backward\. In the second""",
     metric: rf"""
   rank 0: out of data since step 1, {AT_THE_END}
   ranks 1-3: in torch\.distributed\.all_reduce \(test_hang\.py:\d+, in log_loss\)
@@ -156,6 +175,15 @@ Ranks 0-2 never call this all_reduce""",
   ranks 0-1: in step 1 of join\.iterate, in torch\.distributed\.all_reduce \(test_hang\.py:\d+, in branches\)
   ranks 2-3: in step 1 of join\.iterate, in torch\.distributed\.broadcast \(test_hang\.py:\d+, in branches\)
 The ranks wait for each other\. Run the same collectives in the same order on all ranks\.""",
+    leaves: r"""
+  ranks 0, 2-3: in step 2 of join\.iterate, .* \(test_hang\.py:\d+, in train\)
+  rank 1: left join\.iterate in step 2, in torch\.distributed\.barrier \(test_hang\.py:\d+, in leaves\)
+""",
+    works: rf"""
+  rank 0: out of data since step 1, {AT_THE_END}
+  ranks 1, 3: waits for the others \(test_hang\.py:\d+, in train\)
+  rank 2: in the block \(test_hang\.py:\d+, in works\)
+Either it takes so long there, or ranks 0-1, 3 never call a collective that was started there or earlier\. In the""",
     loader: rf"""
   rank 0: out of data since step 1, {AT_THE_END}
   ranks 1, 3: waits for the others \(test_hang\.py:\d+, in loader\)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join, PeerError
+from join import Join, JoinError, PeerError
 from tests.ending import Ending
 from tests.models import batch, build
 
@@ -42,6 +42,8 @@ def train(rank: int, where: str, iterates: bool) -> str:
     store.set(f"ended {rank}", "")
     store.wait([f"ended {other}" for other in range(RANKS)])  # so no process ends before all have left the block
     assert found is not None and (rank == 1 or isinstance(found, PeerError))
+    with pytest.raises(JoinError, match=r"Another block of this process group has failed.*ValueError.*\[J750\]"):
+        Join([model]).open()  # the group's ranks are in different places
     return str(found)
 
 

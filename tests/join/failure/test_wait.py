@@ -132,6 +132,14 @@ def test_steps_of_a_minute_are_one_line_a_block(ranks: Any) -> None:
     assert len(slow.run(1000.0)) == 1  # it hangs at last
 
 
+@pytest.mark.parametrize("kind", ["works", "rests"])
+def test_a_rank_that_may_be_slow_only_is_one_line_for_minutes(ranks: Any, kind: str) -> None:
+    slow = ranks("waits", kind)
+    (text,) = slow.run(450.0)
+    assert ("Nothing is wrong if" if kind == "works" else "Either it takes so long there, or rank 0 never") in text
+    assert len(slow.run(600.0)) == 1
+
+
 @pytest.mark.parametrize(
     ("kinds", "count"), [(("works", "rests"), 0), (("rests", "rests"), 0), (("rests", "waits"), 1)]
 )

@@ -427,7 +427,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/state.py",
-        "        if not self._channel.step.in_loop:\n            self.own_steps += 1",
+        "        if not channel.step.in_loop:\n            self.own_steps += 1",
         "        if True:\n            self.own_steps += 1",
         "tests/joinables/test_state_at_end.py::test_a_step_without_gradients_does_not_count",
     ),

@@ -238,7 +238,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/parameters.py",
-        'self._join.collective.all_reduce(self._used, "max").wait()',
+        'self._channel.collective.all_reduce(self._used, "max").wait()',
         "pass",
         "tests/join/loop/test_training.py::test_a_backward_that_all_skip_forgets_nobody",
     ),

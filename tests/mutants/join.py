@@ -382,7 +382,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "if member.burst is not None or not self.announcing:",
+        "if member.burst is not _NO_BURST or not self.announcing:",
         "if not self.announcing:",
         "tests/join/test_context.py::test_different_announcements_are_a_protocol_error",
     ),
@@ -798,7 +798,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/peers.py",
-        "            self._watch.post(Note(self._rank, cause, kind, text), TIMEOUTS.note)\n        return error",
+        "            self.watch.post(Note(self._rank, cause, kind, text), TIMEOUTS.note)\n        return error",
         "            pass\n        return error",
         "tests/join/failure/test_watch.py::test_a_cause_is_passed_on",
     ),

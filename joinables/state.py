@@ -268,8 +268,7 @@ class ModuleState(State):
             self._others.add(optimizer)
 
     def _refuse_if_trained_by(self, optimizer: Any, name: str) -> None:
-        groups = getattr(optimizer, "param_groups", ())
-        if any(id(parameter) in self._unreduced for group in groups for parameter in group["params"]):
+        if not self._unreduced.isdisjoint(map(id, parameters_of(optimizer))):
             raise ValueError(
                 f"{name} trains {self.join_name}, but nothing in the list reduces the gradients of this module. List"
                 " the DistributedDataParallel module around it. If your loop reduces its gradients, remove it from the"

@@ -81,7 +81,7 @@ class Header:
         fresh: The number of ranks whose data ended after their last header.
         announcements: The number of ranks that announced each burst, by index; without bursts that none announced.
         diverged: Whether active ranks announced different bursts.
-        flags: The number of ranks that set each flag of each burst, by index of the burst.
+        counts: By index of each burst, the number of ranks that announced it, and of those that set each of its flags.
     """
 
     def __init__(self, total: int, code: HeaderCode) -> None:
@@ -92,11 +92,11 @@ class Header:
         self.active, leaders, stopping, self.fresh = counts[:_FIXED]
         self.leader_alive, self.stopping = leaders > 0, stopping > 0
         self.announcements: dict[int, int] = {}
-        self.flags: list[Sequence[int]] = []
+        self.counts: list[Sequence[int]] = []
         for index, (begin, end) in enumerate(pairwise((*code.offsets, len(counts)))):
             if counts[begin]:
                 self.announcements[index] = counts[begin]
-            self.flags.append(counts[begin + 1 : end])
+            self.counts.append(counts[begin:end])
         self.diverged = not {self.active}.issuperset(self.announcements.values())
 
 
@@ -508,23 +508,14 @@ class Headers:
         """
         return self.leader if self.is_foreseen(self.roster.index[id(burst)]) else self.find_leader()
 
-    def announced(self, burst: Burst) -> int:
-        """Wait for the last header that announced this burst, and return how many ranks announced it there.
+    def counts(self, burst: Burst) -> Sequence[int]:
+        """Wait for the last header that announced this burst, and return its counts of the burst (``Header.counts``).
 
-        This header may be older than the last one, if another burst was announced since.
+        All headers have the counts of all bursts, but only this header is read, not a later one of another burst.
         """
         index = self.roster.index[id(burst)]
         sent = self.roster.announcing[index].announced_in
-        return (sent.header or self._read(sent)).announcements.get(index, 0)
-
-    def flags(self, burst: Burst) -> Sequence[int]:
-        """Wait for the last header that announced this burst, and return how many ranks set each of its flags there.
-
-        All headers have the flags of all bursts, but only this header is read, not a later one of another burst.
-        """
-        index = self.roster.index[id(burst)]
-        sent = self.roster.announcing[index].announced_in
-        return (sent.header or self._read(sent)).flags[index]
+        return (sent.header or self._read(sent)).counts[index]
 
     def confirm(self) -> None:
         """Wait for the last header and check that all active ranks announced the same burst, unless it was foreseen.

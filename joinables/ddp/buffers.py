@@ -150,7 +150,7 @@ class BufferSync(DDPBurst):
             self._changed, self._shapes = [], self._shapes_now()
             return False
         header, index = self._channel.headers.read(), self._channel.roster.index[id(self)]
-        (changed,), active = header.flags[index], header.active
+        (_, changed), active = header.counts[index], header.active
         if changed != active and (changed or self._changed):
             self._refuse_shapes(f"on {changed} of {active} ranks with data")
         return changed == active

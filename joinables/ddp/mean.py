@@ -41,8 +41,9 @@ from join.joinable import Burst
 from join.protocol.channel import Channel
 from joinables.ddp.window import Window
 
-WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(3)
-"""The flags in the header of a reduction: it announces the buffers too, this rank contributes, weights are summed."""
+ANNOUNCED, WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(4)
+"""The counts of a reduction in a header. All but the first are flags: it announces the buffers too, this rank
+contributes, weights are summed."""
 
 
 class Mean:
@@ -116,7 +117,7 @@ class OverAllRanks(Mean):
 
     @override
     def times(self, window: Window) -> float:
-        return self._world_size / self._channel.headers.flags(self._burst)[CONTRIBUTES]
+        return self._world_size / self._channel.headers.counts(self._burst)[CONTRIBUTES]
 
 
 class OverContributors(Mean):
@@ -134,7 +135,7 @@ class OverContributors(Mean):
         if self.with_buffers:
             total = self._channel.guard.wait(self._sum, "sums contributors", self._sum.total)
         else:
-            total = self._channel.headers.flags(self._burst)[CONTRIBUTES]
+            total = self._channel.headers.counts(self._burst)[CONTRIBUTES]
         return self._world_size / total if total else 1.0
 
 
@@ -203,14 +204,13 @@ class Means:
         Raises:
             ValueError: If some active ranks use weights and others do not.
         """
-        headers = self._channel.headers
-        flags = headers.flags(self._burst)
-        using = flags[WEIGHTED]
-        if using and using != (announced := headers.announced(self._burst)):
+        counts = self._channel.headers.counts(self._burst)
+        using, announced = counts[WEIGHTED], counts[ANNOUNCED]
+        if using and using != announced:
             raise ValueError(
                 f"join.weight is set on {using} ranks and not on {announced - using}. Set it on all ranks or on none."
                 " [J277]"
             )
         self.agreed = self._weighted if using else self.unweighted
-        self.agreed.with_buffers = flags[WITH_BUFFERS] > 0
+        self.agreed.with_buffers = counts[WITH_BUFFERS] > 0
         return self.agreed

@@ -44,7 +44,7 @@ from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
-from joinables.ddp.mean import CONTRIBUTES, Means
+from joinables.ddp.mean import ANNOUNCED, CONTRIBUTES, Means
 from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
 from joinables.ddp.window import LastResult, Window, have_none, memory_of
 from joinables.modules import adopt_gradients
@@ -469,9 +469,8 @@ class GradientSync(DDPBurst):
 
         ``False`` means that they may have contributed or not.
         """
-        headers = self._channel.headers
         # A joined rank may have contributed the gradients that it had accumulated.
-        may_be_joined = headers.flags(self)[CONTRIBUTES] > headers.announced(self)
-        if may_be_joined or reducer.hooks_remember(self._ddp):
+        counts = self._channel.headers.counts(self)
+        if counts[CONTRIBUTES] > counts[ANNOUNCED] or reducer.hooks_remember(self._ddp):
             return False
         return not are_zero(parameter.grad for parameter in self._parameters if parameter.grad is not None)

@@ -284,7 +284,7 @@ class SentHeader:
 
     number: int = 0
     before: SentHeader | None = None
-    work: Sum | None = None
+    work: Sum[int] | None = None
     member: Member | None = None
     expected: int | None = None
     header: Header | None = None
@@ -399,7 +399,7 @@ class Headers:
             self.tally.idle += time.monotonic() - started
         return header
 
-    def send(self, fields: Sequence[int] = (), index: int | None = None, *, active: bool = True) -> Sum:
+    def send(self, fields: Sequence[int] = (), index: int | None = None, *, active: bool = True) -> Sum[int]:
         """Start the sum of a header.
 
         Args:

@@ -36,7 +36,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from join.collectives.base import FloatSum
+from join.collectives import Sum
 from join.joinable import Burst
 from join.protocol.channel import Channel
 from joinables.ddp.window import Window
@@ -124,7 +124,7 @@ class OverContributors(Mean):
     """Mean over the ranks that contribute, in a plain block."""
 
     has_factor = True
-    _sum: FloatSum
+    _sum: Sum[float]
 
     @override
     def begin(self, window: Window) -> None:

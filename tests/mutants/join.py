@@ -448,9 +448,9 @@ MUTANTS = [
         "tests/join/loop/test_progress.py::test_a_consumer_that_reads_ahead_is_refused[prefetch-mlp]",
     ),
     Mutant(
-        "join/protocol/progress.py",
-        "        self._issued_before = self.issued()\n\n    def place",
-        "        pass\n\n    def place",
+        "join/protocol/channel.py",
+        "            self.progress.issued_before = self.progress.issued()",
+        "            pass",
         "tests/join/loop/test_training.py::test_messages_between_some_ranks",
     ),
     # -- blocks --------------------------------------------------------------------------------------------------------
@@ -626,6 +626,12 @@ MUTANTS = [
         "tests/join/test_transfer.py::test_state_has_the_memory_layout_of_its_parameter",
     ),
     # -- weights of losses ---------------------------------------------------------------------------------------------
+    Mutant(
+        "join/collectives/_torch_private.py",
+        "    if is_last:\n",
+        "    if True:\n",
+        "tests/join/test_alone.py::test_a_step_with_another_hook_of_all_optimizers",
+    ),
     Mutant(
         "join/scaling.py",
         "if modules == 1 and mean_weight:",

@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/parameters.py",
-        "if self._handles and not self._join.channel.step.is_dummy:",
+        "if self._handles and not self._channel.step.is_dummy:",
         "if self._handles:",
         "tests/join/loop/test_training.py::test_what_only_dummies_used_has_no_gradient_after_a_backward_that_all_skip",
     ),
@@ -333,6 +333,18 @@ MUTANTS = [
         "any(apart[count:])",
         "False",
         "tests/joinables/test_sample.py::test_changed_gradients_are_an_error",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        "        if not self._unseen:",
+        "        if False:",
+        "tests/test_walk.py::test_a_block",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        "self._unseen.difference_update(map(id, parameters_of(optimizer)))",
+        "self._unseen.clear()",
+        "tests/joinables/test_unlisted.py::test_two_optimizers_of_one_module",
     ),
     Mutant(
         "joinables/unlisted.py",

@@ -64,20 +64,6 @@ class Rank:
         return [from_json(row) for row in self._exchange.all_rows]
 
 
-class Counting:
-    """Store that counts requests."""
-
-    def __init__(self, store: Any) -> None:
-        self._store, self.requests = store, 0
-
-    def clone(self) -> Counting:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        self.requests += 1
-        return getattr(self._store, name)
-
-
 def connect(world_size: int) -> dict[str, float]:
     """Connect the ranks of this process with all others."""
     exchange, distances = Exchange(world_size), {distance for distance, _ in rounds_of(world_size)}
@@ -122,17 +108,19 @@ def connect(world_size: int) -> dict[str, float]:
 def leave_notes(world_size: int) -> dict[str, float]:
     """Count the requests of the last rank, after all others have left a note."""
     store = dist.HashStore()
-    counting: Any = Counting(store)
+    counting = mock.Mock(wraps=store)
+    counting.clone.return_value = counting
     for rank in range(world_size):
         board = StoreBoard(rank, world_size, counting if rank == world_size - 1 else store)
         board.block = 1
         board.tell(Progress(step=rank))
-        opening = counting.requests - 1  # without what tells
-        counting.requests = 0
+        opening = len(counting.method_calls) - 2  # without what clones and tells
+        counting.reset_mock()
         board.post(Note(rank, 0, "ValueError", "text"))
-    note, counting.requests = counting.requests, 0
+    note = len(counting.method_calls)
+    counting.reset_mock()
     assert len(board.notes()) == len(board.progress()) == world_size
-    return {"note": note, "look": counting.requests, "opening": opening}
+    return {"note": note, "look": len(counting.method_calls), "opening": opening}
 
 
 def main() -> None:

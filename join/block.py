@@ -42,9 +42,10 @@ from join.agreement import Values, check_same, digest, digest_of, raise_differen
 from join.collectives import Collective, TorchCollective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
+from join.collectives.timeouts import TIMEOUTS
 from join.errors import JoinError, PeerError, ProtocolError, add_note
 from join.failure.peers import Peers
-from join.joinable import Joinable, JoinConfig
+from join.joinable import Burst, Joinable, JoinConfig
 from join.loop import Loop
 from join.protocol.channel import Channel, Outcome
 from join.protocol.headers import Member, Scope
@@ -98,7 +99,7 @@ def report_failed_entry(collective: Collective, error: BaseException) -> None:
     if collective.world_size > 1 and id(collective) not in channels:
         peers = Peers(collective, Progress)
         peers.post(error)
-        peers.end()
+        peers.watch.end()
 
 
 def _would_block(outer: Collective, inner: Collective) -> bool:
@@ -199,7 +200,7 @@ class OpenBlock:
         listed = [member.joinable for member in channel.roster.listed] if collective.world_size > 1 else []
         try:
             if is_first and collective.world_size > 1:
-                channel.guard.peers.be_seen()  # from here on, the other ranks notice if this process ends
+                channel.guard.peers.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
             values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self._scope.members]
             with profiled("enter"):
                 if is_first:
@@ -237,7 +238,7 @@ class OpenBlock:
             if member.joinable is caller or member.joinable.join_target is caller
         )
         joinable = member.joinable
-        if joinable is not caller and member.burst is not None:
+        if joinable is not caller and isinstance(joinable, Burst):
             raise TypeError(
                 f"notify_join_context was called for a {type(caller).__name__}, which announces its bursts by itself."
                 " Remove the call. [J078]"
@@ -281,7 +282,7 @@ class OpenBlock:
     def tell(self, error: BaseException) -> None:
         """Send ``error`` to the other ranks, unless all ranks raise it, or they were sent another error."""
         peers = self.channel.guard.peers
-        if not (isinstance(error, JoinError) or peers.has_posted):
+        if not (isinstance(error, JoinError) or peers.watch.block.own is not None):
             peers.post(error)
 
     def _fail(self, error: BaseException) -> None:

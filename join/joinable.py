@@ -281,7 +281,7 @@ class Burst(Joinable):
     """On a joined rank, for a burst that interjects: whether the followers must wait until it has run."""
 
     def flags(self, active: bool) -> Sequence[int]:
-        """Return the flags that this rank sets in a header; ``Headers.flags`` has how many ranks set each.
+        """Return the flags that this rank sets in a header; ``Headers.counts`` has how many ranks set each.
 
         Args:
             active: Whether this rank announces this burst. Otherwise it announces another one, or has joined.

@@ -31,6 +31,7 @@ from join.collectives._torch_private import (
     are_zero,
     backward_under_way,
     on_gradient,
+    remove_last,
     will_run,
     writes_to,
 )
@@ -230,11 +231,10 @@ class WindowAlone:
         self._writes = writes_to(parameter.grad for parameter in self.parameters)
         if is_reduced:
             self.weight = 0.0
-            _release_hook()
 
 
 _alone: WeakKeyDictionary[Any, WindowAlone] = WeakKeyDictionary()  # by module or optimizer: windows outlast blocks
-_step_hook: list[Any] = []  # the handle of a hook on all optimizers, while a window is open
+_step_hook: list[Any] = []  # the handle of a hook on all optimizers, from a backward to a step
 _shares: dict[int, float] = {}  # of the last backward, by its number: a backward may begin at several scaled losses
 
 
@@ -243,12 +243,8 @@ def _end_windows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for window in _alone.values():
         if not stepped.isdisjoint(map(id, window.parameters)):
             window.weight = 0.0
-    _release_hook()
-
-
-def _release_hook() -> None:
-    if _step_hook and not any(window.weight for window in _alone.values()):
-        _step_hook.pop().remove()
+    if not any(window.weight for window in _alone.values()) and remove_last(_step_hook[0]):
+        _step_hook.clear()
 
 
 def _refuse_reentrant(parameters: Sequence[torch.Tensor], before: Writes) -> None:

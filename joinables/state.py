@@ -51,23 +51,19 @@ class OptimizerState(Silent):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._optimizer = optimizer
-        self._steps_in_loops = 0  # over join.iterate; own_steps counts the steps outside such loops
-        self._ignored: set[int] = set()
-        """The ids of parameters that a listed DDP module ignores, so that each rank has its own."""
 
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        self.own_steps = self._steps_in_loops = 0
+        self.own_steps = self._steps_in_loops = 0  # outside loops over join.iterate, and in such loops
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
         modules = [target for target in targets if isinstance(target, DistributedDataParallel)]
         self._ignored = {id(parameter) for module in modules for parameter in parameters_of_each_rank(module)}
-        self._handles = [
-            self._optimizer.register_step_pre_hook(self._check_step),
-            self._optimizer.register_step_post_hook(self._count_step),
-        ]
+        """The ids of parameters that a listed DDP module ignores, so that each rank has its own."""
+        self._handles = [self._optimizer.register_step_pre_hook(self._before_step)]
 
-    def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Check and count a step."""
         channel = self._channel
         is_scaled = channel.step.in_loop and channel.scaling.in_use
         if channel.roster.backwards and not is_scaled and autograd.backward_under_way() != -1:
@@ -78,9 +74,7 @@ class OptimizerState(Silent):
             )
         if channel.step.in_loop and (channel.scaling.is_due or not channel.step.ends_window):
             channel.scaling.refuse_step(self, channel.step)
-
-    def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._channel.step.in_loop:
+        if not channel.step.in_loop:
             self.own_steps += 1
             return
         for group in self._optimizer.param_groups:
@@ -274,8 +268,7 @@ class ModuleState(State):
             self._others.add(optimizer)
 
     def _refuse_if_trained_by(self, optimizer: Any, name: str) -> None:
-        groups = getattr(optimizer, "param_groups", ())
-        if any(id(parameter) in self._unreduced for group in groups for parameter in group["params"]):
+        if not self._unreduced.isdisjoint(map(id, parameters_of(optimizer))):
             raise ValueError(
                 f"{name} trains {self.join_name}, but nothing in the list reduces the gradients of this module. List"
                 " the DistributedDataParallel module around it. If your loop reduces its gradients, remove it from the"

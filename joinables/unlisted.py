@@ -2,7 +2,8 @@
 
 If ranks had different numbers of batches, an optimizer, scheduler or ``GradScaler`` that is not listed has made fewer
 steps on some ranks than on others, and the block copies no state to it. The next steps of the ranks then differ. At the
-end of such a block, the ranks on which the object was used warn. In a loop over ``Join.iterate`` all ranks make all
+end of such a block, the ranks on which the object was used warn. A hook of all optimizers sees each step, until the
+optimizers that have stepped hold all parameters of the module. In a loop over ``Join.iterate`` all ranks make all
 steps, so no state differs.
 
 An optimizer is covered if a listed optimizer has the same parameters, as a wrapper has those of the optimizer inside,
@@ -22,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from join import Join
+from join.collectives._torch_private import remove_last
 from joinables._torch.autograd import variable_of
 from joinables._torch.objects import is_scheduled
 from joinables.adapter import Silent
@@ -46,6 +48,7 @@ class Unlisted(Silent):
         self._is_uneven = False
         self._stepped = WeakSet[torch.optim.Optimizer]()
         self._scalers = WeakSet[torch.amp.GradScaler]()
+        self._unseen = set(map(id, self._target.parameters()))  # the parameters that no optimizer has stepped
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
         self._listed = {id(target): target for target in targets}
         self._rates = {key: _rates_of(each) for key, each in self._listed.items()}
@@ -57,13 +60,15 @@ class Unlisted(Silent):
         self._listed = {}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._stepped:
-            return
-        self._stepped.add(optimizer)
-        # Nothing but its caller shows that a scaler makes the step.
-        scaler = variable_of(torch.amp.GradScaler.step, "self", inspect.currentframe())
-        if scaler is not None:
-            self._scalers.add(scaler)
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            # Nothing but its caller shows that a scaler makes the step.
+            scaler = variable_of(torch.amp.GradScaler.step, "self", inspect.currentframe())
+            if scaler is not None:
+                self._scalers.add(scaler)
+            self._unseen.difference_update(map(id, parameters_of(optimizer)))
+        if not self._unseen:
+            remove_last(self._handles[0])
 
     @override
     def synchronise(self, source: int) -> None:

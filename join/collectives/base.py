@@ -65,21 +65,13 @@ DONE: Work = _Done()
 """An operation that is done. All ranks and callers share it."""
 
 
-class Sum(Work, Protocol):
-    """A sum of integers that has been started."""
+class Sum(Work, Protocol[V_co]):
+    """A sum of integers or of floating-point numbers that has been started."""
 
     nbytes: int
     """Number of bytes that each rank sends."""
 
-    def total(self) -> int:
-        """Return the sum, once the operation is done."""
-        ...
-
-
-class FloatSum(Work, Protocol):
-    """A sum of floating-point numbers that has been started."""
-
-    def total(self) -> float:
+    def total(self) -> V_co:
         """Return the sum, once the operation is done. It is equal on all ranks to the last bit."""
         ...
 
@@ -130,7 +122,7 @@ class Line(ABC):
     """The largest number of sums that may run at a time."""
 
     @abstractmethod
-    def sum(self, number: int, bits: int) -> Sum:
+    def sum(self, number: int, bits: int) -> Sum[int]:
         """Start summing a number over all ranks.
 
         Args:
@@ -139,7 +131,7 @@ class Line(ABC):
         """
 
     @abstractmethod
-    def sum_float(self, number: float) -> FloatSum:
+    def sum_float(self, number: float) -> Sum[float]:
         """Start summing a floating-point number of 64 bits over all ranks."""
 
     @abstractmethod
@@ -425,17 +417,21 @@ class GroupLine(Line):
         self._collective = collective
 
     @override
-    def sum(self, number: int, bits: int) -> Sum:
+    def sum(self, number: int, bits: int) -> Sum[int]:
         # If there are several words, all but the last need spare bits for the carry of the sum.
         size = _WORD_BITS if bits <= _WORD_BITS else _WORD_BITS - self._collective.world_size.bit_length()
         mask = (1 << size) - 1
         words = torch.tensor([number >> shift & mask for shift in range(0, bits, size)], device="cpu")
-        return _GroupSum(self._collective.all_reduce(words), words, size)
+
+        def joined(words: torch.Tensor) -> int:
+            return sum(word << place * size for place, word in enumerate(cast("list[int]", words.tolist())))
+
+        return _GroupSum(self._collective.all_reduce(words), words, joined)
 
     @override
-    def sum_float(self, number: float) -> FloatSum:
+    def sum_float(self, number: float) -> Sum[float]:
         total = torch.tensor(number, dtype=torch.float64, device="cpu")
-        return _GroupFloatSum(self._collective.all_reduce(total), total)
+        return _GroupSum(self._collective.all_reduce(total), total, torch.Tensor.item)
 
     @override
     def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
@@ -460,27 +456,16 @@ class _GroupGather:
         return [bytes(self._data[begin : begin + self._size]) for begin in range(0, len(self._data), self._size)]
 
 
-class _GroupSum:
-    """All-reduce of words with a fixed number of bits each."""
+class _GroupSum(Generic[V]):
+    """All-reduce of a tensor, from which ``read`` makes the sum."""
 
-    def __init__(self, work: Work, words: torch.Tensor, size: int) -> None:
-        self.wait, self.is_completed, self.nbytes = work.wait, work.is_completed, words.nbytes
-        self._words, self._size = words, size
+    def __init__(self, work: Work, tensor: torch.Tensor, read: Callable[[torch.Tensor], V]) -> None:
+        self.wait, self.is_completed, self.nbytes = work.wait, work.is_completed, tensor.nbytes
+        self._tensor, self._read = tensor, read
 
-    def total(self) -> int:
+    def total(self) -> V:
         self.wait()
-        return sum(word << place * self._size for place, word in enumerate(cast("list[int]", self._words.tolist())))
-
-
-class _GroupFloatSum:
-    """All-reduce of one floating-point number."""
-
-    def __init__(self, work: Work, number: torch.Tensor) -> None:
-        self.wait, self.is_completed, self._number = work.wait, work.is_completed, number
-
-    def total(self) -> float:
-        self.wait()
-        return self._number.item()
+        return self._read(self._tensor)
 
 
 class _GroupRollCall(Generic[V]):

@@ -37,7 +37,7 @@ from typing import Any, Generic, NamedTuple, cast
 
 from typing_extensions import final, override
 
-from join.collectives.base import Collective, FloatSum, Fold, Gather, Line, RollCall, Sum, V
+from join.collectives.base import Collective, Fold, Gather, Line, RollCall, Sum, V
 from join.collectives.board import printable
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
 from join.collectives.handshake import SWITCH, Connections, GaveUp, addresses_within, meet
@@ -317,10 +317,6 @@ class _Sum(_Fold[int]):
         return self.value
 
 
-def _add_exact(received: Any, other: Exact) -> Exact:
-    return as_exact(received) + other
-
-
 @final
 class _FloatSum(_Fold[Exact]):
     def total(self) -> float:
@@ -372,12 +368,12 @@ class MessageLine(Line):
         self._mesh, self._number = mesh, number
 
     @override
-    def sum(self, number: int, bits: int) -> Sum:
+    def sum(self, number: int, bits: int) -> Sum[int]:
         return _Sum(self._mesh, self._number, number, add)
 
     @override
-    def sum_float(self, number: float) -> FloatSum:
-        return _FloatSum(self._mesh, self._number, exact(number), _add_exact)
+    def sum_float(self, number: float) -> Sum[float]:
+        return _FloatSum(self._mesh, self._number, exact(number), lambda received, other: as_exact(received) + other)
 
     @override
     def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:

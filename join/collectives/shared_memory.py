@@ -36,7 +36,7 @@ from typing import Any, Generic, NamedTuple
 from typing_extensions import final, override
 
 from join.collectives._torch_private import profiled
-from join.collectives.base import SUMS, Collective, FloatSum, Fold, Gather, Line, RollCall, Sum, V, folded
+from join.collectives.base import SUMS, Collective, Fold, Gather, Line, RollCall, Sum, V, folded
 from join.collectives.board import Board, Kind
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
 from join.collectives.store import machine
@@ -209,7 +209,7 @@ class SharedMemoryLine(Line):
         self._lane, self._fallback = lane, fallback
 
     @override
-    def sum(self, number: int, bits: int) -> Sum:
+    def sum(self, number: int, bits: int) -> Sum[int]:
         width = -(-bits // BITS)
         if width > CELLS:
             return self._fallback().sum(number, bits)
@@ -218,7 +218,7 @@ class SharedMemoryLine(Line):
         return work
 
     @override
-    def sum_float(self, number: float) -> FloatSum:
+    def sum_float(self, number: float) -> Sum[float]:
         work = _FloatSum()
         work.start(self._lane, 2, *struct.unpack("Q", struct.pack("d", number)))
         return work

@@ -66,7 +66,7 @@ class Guard:
 
     def begin(self) -> None:
         """Begin to watch the other ranks; called when the first block of the group opens."""
-        self.is_fork = self.peers.is_fork
+        self.is_fork = self.peers.watch.is_fork
         if self.is_fork:
             self.raise_closed()
         if lost := self._collective.kept.lost:
@@ -81,7 +81,7 @@ class Guard:
     def end(self) -> None:
         """Stop watching the other ranks; called when the last block of the group closes."""
         self._collective.waiter = None
-        self.peers.end()
+        self.peers.watch.end()
         if self.is_lost and self._collective.world_size > 1:
             self._collective.kept.lost = self.closed
             self._collective.hold()

@@ -45,28 +45,15 @@ class Peers:
         # For each rank, its last beat, and how long it has been the last one, in seconds.
         self._beats: dict[int, tuple[int | None, float]] = {}
         self._asked_at = time.monotonic()
-        self._watch, self._board = watch_of(collective), collective.board
-        self.begin = partial(self._watch.begin, progress, partial(collective.abort, connections=True), on_fork)
+        self.watch, self._board = watch_of(collective), collective.board
+        """The thread that reads the board."""
+        self.begin = partial(self.watch.begin, progress, partial(collective.abort, connections=True), on_fork)
         """Begin to watch a block, unless one is open on the group."""
 
     def use(self, board: Board) -> None:
         """Use another board from now on, if its class differs from the current one."""
-        if type(board) is not type(self._watch.board):
-            self._watch.use(board)
-
-    def end(self) -> None:
-        """Stop watching; called when the block ends."""
-        self._watch.end()
-
-    @property
-    def is_fork(self) -> bool:
-        """Whether this process was forked from a rank of the group."""
-        return self._watch.is_fork
-
-    @property
-    def has_posted(self) -> bool:
-        """Whether this rank has posted a note in the block."""
-        return self._watch.block.own is not None
+        if type(board) is not type(self.watch.board):
+            self.watch.use(board)
 
     # -- posting ------------------------------------------------------------------------------------------------------
 
@@ -77,7 +64,7 @@ class Peers:
         self.begin()
         self.use(self._board())  # it may have changed just before
         text = "\n".join([f"rank {self._rank} failed: {described(error)}", *getattr(error, "__notes__", ())])
-        self._watch.post(Note(self._rank, self._rank, type(error).__name__, text), TIMEOUTS.note)
+        self.watch.post(Note(self._rank, self._rank, type(error).__name__, text), TIMEOUTS.note)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -87,18 +74,14 @@ class Peers:
         Raises:
             PeerError, JoinTimeoutError: With the reason why the rank failed.
         """
-        block = self._watch.block
+        block = self.watch.block
         news = block.news if block.news.notes else block.aborted_for or block.news
         if news.notes or block.aborted_for is not None or (news.ended and block.is_lost):
             raise self._cause_in(news)
 
-    def be_seen(self) -> None:
-        """Wait a moment until the other ranks can notice if this process ends."""
-        self._watch.refresh(TIMEOUTS.note)
-
     def look_again(self) -> None:
         """Read the board again, and then do as :meth:`look` does."""
-        self._watch.refresh(TIMEOUTS.note)
+        self.watch.refresh(TIMEOUTS.note)
         self.look()
 
     def ask(self, *, limit: float = 0.0) -> dict[int, Progress]:
@@ -110,9 +93,9 @@ class Peers:
         """
         deadline = time.monotonic() + limit
         while True:
-            self._watch.refresh(limit or TIMEOUTS.look, ring=True)
-            others = self._watch.block.news.progress
-            if len(others) == self._world_size - 1 or time.monotonic() >= deadline or self._watch.block.failed:
+            self.watch.refresh(limit or TIMEOUTS.look, ring=True)
+            others = self.watch.block.news.progress
+            if len(others) == self._world_size - 1 or time.monotonic() >= deadline or self.watch.block.failed:
                 return others
             time.sleep(0.01)
 
@@ -125,7 +108,7 @@ class Peers:
         Raises:
             PeerError: With the rank.
         """
-        if gone := {*self._watch.block.news.ended, *self.silent(progress, TIMEOUTS.silent)}:
+        if gone := {*self.watch.block.news.ended, *self.silent(progress, TIMEOUTS.silent)}:
             raise self._gone(sorted(gone))
 
     def silent(self, progress: dict[int, Progress], seconds: float) -> list[int]:
@@ -153,15 +136,15 @@ class Peers:
         Args:
             error: Any exception that was raised on this rank.
         """
-        if isinstance(error, Exception) and (news := self._watch.block.aborted_for) is not None:
+        if isinstance(error, Exception) and (news := self.watch.block.aborted_for) is not None:
             return self._cause_in(news)  # every later exception may be a consequence of the abort
         if not is_broken(error):
             return None
         known = set(error.ranks) if isinstance(error, BrokenCollective) else set[int]()
         started, before = time.monotonic(), dict[int, Progress]()
         while True:
-            reached = self._watch.refresh(TIMEOUTS.note, ring=True)
-            news = self._watch.block.news
+            reached = self.watch.refresh(TIMEOUTS.note, ring=True)
+            news = self.watch.block.news
             if time.monotonic() < started + 2 * TIMEOUTS.look:
                 before = news.progress  # a rank that has ended may have posted it just before
             if news.notes:
@@ -199,5 +182,5 @@ class Peers:
         if isinstance(error, PeerError):
             error.rank = cause
         if cause is not None:
-            self._watch.post(Note(self._rank, cause, kind, text), TIMEOUTS.note)
+            self.watch.post(Note(self._rank, cause, kind, text), TIMEOUTS.note)
         return error

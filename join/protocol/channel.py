@@ -219,7 +219,7 @@ class Channel:
         index = self.roster.index[id(joinable)]
         member = self.roster.announcing[index]
         self.prepare(joinable)
-        if not member.interjects:
+        if not member.burst.interjects:
             if self._outstanding and (error := self._missing_follower_error(f"{joinable.join_name} announced a burst")):
                 self.guard.post_and_raise(error)
             self._outstanding = list(member.followers)
@@ -231,7 +231,7 @@ class Channel:
             member.times[bisect(EDGES, took, 1, BINS) - 1] += 1
         headers, loop, step = self.headers, self.loop, self.step
         if loop is not None:  # all ranks run the burst, and can compute the contents of the header
-            if not member.interjects:
+            if not member.burst.interjects:
                 loop.progress.bursts, loop.progress.last_member = loop.progress.bursts + 1, member
             if self.guard.timeout is not None:
                 loop.wait_for_all(f"announced {joinable.join_name} in step {step.number} of join.iterate")
@@ -569,7 +569,7 @@ class Lockstep(ABC):
         votes = self.wait_for_all(f"ended step {self.progress.steps} of join.iterate", vote)
         devices = self.channel.roster.devices()
         if devices and all(device.type == "cpu" for device in devices):
-            self.progress.count_anew()
+            self.progress.issued_before = self.progress.issued()  # no rank has a collective of the CPU underway
         return votes
 
     def end(self) -> None:

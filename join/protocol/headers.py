@@ -58,12 +58,13 @@ from join.collectives import Collective, Sum
 from join.collectives._torch_private import profiled
 from join.errors import ProtocolError, described
 from join.failure.guard import Guard
-from join.joinable import Burst, Joinable, JoinHook
+from join.joinable import Burst, Joinable, JoinHook, NothingListed
 from join.report.rank_report import BINS
 
 ACTIVE, LEADER, STOPPING, FRESH = range(4)
 _FIXED = 4
 _LONGEST_PERIOD = 64  # bursts
+_NO_BURST = NothingListed(None)  # in place of a joinable that announces only because it is the first
 
 
 class Header:
@@ -80,7 +81,7 @@ class Header:
         fresh: The number of ranks whose data ended after their last header.
         announcements: The number of ranks that announced each burst, by index; without bursts that none announced.
         diverged: Whether active ranks announced different bursts.
-        flags: The number of ranks that set each flag of each burst, by index of the burst.
+        counts: By index of each burst, the number of ranks that announced it, and of those that set each of its flags.
     """
 
     def __init__(self, total: int, code: HeaderCode) -> None:
@@ -91,11 +92,11 @@ class Header:
         self.active, leaders, stopping, self.fresh = counts[:_FIXED]
         self.leader_alive, self.stopping = leaders > 0, stopping > 0
         self.announcements: dict[int, int] = {}
-        self.flags: list[Sequence[int]] = []
+        self.counts: list[Sequence[int]] = []
         for index, (begin, end) in enumerate(pairwise((*code.offsets, len(counts)))):
             if counts[begin]:
                 self.announcements[index] = counts[begin]
-            self.flags.append(counts[begin + 1 : end])
+            self.counts.append(counts[begin:end])
         self.diverged = not {self.active}.issuperset(self.announcements.values())
 
 
@@ -130,8 +131,7 @@ class Member:
         shadowed: The number of bursts of the joinable that this rank shadowed, or ran on a dummy batch.
         times: The number of announcements of this rank in each bin of a report, by the seconds since the one before.
         announced_at: The time of the last announcement on the monotonic clock; at first, of entering the block.
-        burst: The joinable, if it is a ``Burst``; ``None`` if it announces only because it is the first.
-        interjects: Whether its bursts come between another burst and that burst's followers.
+        burst: The joinable, if it is a ``Burst``; otherwise one that does nothing.
         announced_in: The last header that announced it.
     """
 
@@ -141,13 +141,11 @@ class Member:
     shadowed: int = 0
     times: list[int] = field(default_factory=lambda: [0] * BINS)
     announced_at: float = 0.0
-    burst: Burst | None = field(init=False)
-    interjects: bool = field(init=False)
+    burst: Burst = field(init=False)
     announced_in: SentHeader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.burst = self.joinable if isinstance(self.joinable, Burst) else None
-        self.interjects = self.burst is not None and self.burst.interjects
+        self.burst = self.joinable if isinstance(self.joinable, Burst) else _NO_BURST
 
     def __str__(self) -> str:
         return self.joinable.join_name
@@ -178,7 +176,7 @@ class Scope:
         for member in self.members:
             if not member.joinable.communicates:
                 continue
-            if member.burst is not None or not self.announcing:
+            if member.burst is not _NO_BURST or not self.announcing:
                 self.announcing.append(member)
             else:
                 self.announcing[-1].followers.append(member)
@@ -196,10 +194,10 @@ class Roster:
         listed: All members of these blocks, including members that do not announce.
         announcing: The members that announce, in the order in which headers count them.
         index: The index of each announcing member, by the ``id`` of its joinable.
-        bursts: The members that are a ``Burst``, with their index.
+        bursts: The bursts of these members, with their index.
         may_be_pending: The bursts that may be announced before they run.
         code: The code of the headers.
-        flagged: The pairs in ``bursts`` that have flags.
+        flagged: The bursts that have flags, with their index.
         backwards: The indices of the bursts that run ahead (``Burst.runs_ahead``), the backwards of DDP modules.
         first: The index of the burst that is expected before there is a period: the only announcing member, not
             counting bursts that interject, or the only one of ``backwards``. ``None`` if there is no such burst.
@@ -220,19 +218,17 @@ class Roster:
         self.listed = [member for scope in scopes for member in scope.members]
         self.announcing = [member for scope in scopes for member in scope.announcing]
         self.index = {id(member.joinable): index for index, member in enumerate(self.announcing)}
-        bursts = [member.burst for member in self.announcing]
-        self.bursts = [(index, burst) for index, burst in enumerate(bursts) if burst is not None]
-        self.may_be_pending = [burst for _, burst in self.bursts if type(burst).fulfil is not Burst.fulfil]
-        flag_counts = [0 if burst is None else burst.flag_count for burst in bursts]
-        self.code = HeaderCode(flag_counts, world_size)
-        self.flagged = [(index, burst) for index, burst in self.bursts if burst.flag_count]
+        self.bursts = bursts = [(index, member.burst) for index, member in enumerate(self.announcing)]
+        self.may_be_pending = [burst for _, burst in bursts if type(burst).fulfil is not Burst.fulfil]
+        self.code = HeaderCode([burst.flag_count for _, burst in bursts], world_size)
+        self.flagged = [(index, burst) for index, burst in bursts if burst.flag_count]
         self.throws, self.timeout = (scopes[-1].throw, scopes[-1].timeout) if scopes else (False, None)
-        self.needing_leader = {index for index, burst in self.bursts if burst.tracks_leader}
+        self.needing_leader = {index for index, burst in bursts if burst.tracks_leader}
         self.tracks_leader = bool(self.needing_leader)
-        limited = {index for index, burst in self.bursts if burst.breaks_in_time}
-        self.awaited = set(range(len(self.announcing))) - limited if self.timeout is not None else set[int]()
-        regular = [index for index, member in enumerate(self.announcing) if not member.interjects]
-        self.backwards = [index for index, burst in self.bursts if burst.runs_ahead]
+        is_limited = self.timeout is not None
+        self.awaited = {index for index, burst in bursts if is_limited and not burst.breaks_in_time}
+        regular = [index for index, burst in bursts if not burst.interjects]
+        self.backwards = [index for index, burst in bursts if burst.runs_ahead]
         self.is_alone = len(regular) == 1
         self.first = regular[0] if self.is_alone else self.backwards[0] if len(self.backwards) == 1 else None
         is_early = len(self.backwards) == 1 and self.timeout is None
@@ -288,7 +284,7 @@ class SentHeader:
 
     number: int = 0
     before: SentHeader | None = None
-    work: Sum | None = None
+    work: Sum[int] | None = None
     member: Member | None = None
     expected: int | None = None
     header: Header | None = None
@@ -314,7 +310,7 @@ class Foresight:
     def saw(self, index: int) -> None:
         """Record the member whose burst was announced."""
         roster, past = self._roster, self._past
-        if roster.announcing[index].interjects:
+        if roster.announcing[index].burst.interjects:
             return
         past.append(index)
         if index != self.expected or not self._period:
@@ -403,7 +399,7 @@ class Headers:
             self.tally.idle += time.monotonic() - started
         return header
 
-    def send(self, fields: Sequence[int] = (), index: int | None = None, *, active: bool = True) -> Sum:
+    def send(self, fields: Sequence[int] = (), index: int | None = None, *, active: bool = True) -> Sum[int]:
         """Start the sum of a header.
 
         Args:
@@ -512,23 +508,14 @@ class Headers:
         """
         return self.leader if self.is_foreseen(self.roster.index[id(burst)]) else self.find_leader()
 
-    def announced(self, burst: Burst) -> int:
-        """Wait for the last header that announced this burst, and return how many ranks announced it there.
+    def counts(self, burst: Burst) -> Sequence[int]:
+        """Wait for the last header that announced this burst, and return its counts of the burst (``Header.counts``).
 
-        This header may be older than the last one, if another burst was announced since.
+        All headers have the counts of all bursts, but only this header is read, not a later one of another burst.
         """
         index = self.roster.index[id(burst)]
         sent = self.roster.announcing[index].announced_in
-        return (sent.header or self._read(sent)).announcements.get(index, 0)
-
-    def flags(self, burst: Burst) -> Sequence[int]:
-        """Wait for the last header that announced this burst, and return how many ranks set each of its flags there.
-
-        All headers have the flags of all bursts, but only this header is read, not a later one of another burst.
-        """
-        index = self.roster.index[id(burst)]
-        sent = self.roster.announcing[index].announced_in
-        return (sent.header or self._read(sent)).flags[index]
+        return (sent.header or self._read(sent)).counts[index]
 
     def confirm(self) -> None:
         """Wait for the last header and check that all active ranks announced the same burst, unless it was foreseen.
@@ -590,9 +577,8 @@ class Headers:
         sent.is_applied, before = True, sent.before
         if before is not None and before.header is not None and before.header.active > header.active:
             for index in header.announcements:
-                burst = self.roster.announcing[index].burst
-                if burst is not None and self.is_foreseen(index, sent):
-                    burst.check_leavers()
+                if self.is_foreseen(index, sent):
+                    self.roster.announcing[index].burst.check_leavers()
         sent.before = None
         if not (sent.knows_leader or header.leader_alive):
             self.find_leader(sent)

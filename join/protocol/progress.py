@@ -55,15 +55,12 @@ class LoopProgress:
         self._collective, self._loop, self._rank = collective, loop, collective.rank
         self.issued = collective.issued_counter()
         """Function that returns the number of operations that this rank started on the group."""
-        self._issued_before = self.issued()
+        self.issued_before = self.issued()
+        """That number when the loop began, or when all ranks last met."""
         self.ended_steps = self.bursts_in_ended_steps = 0
         """The number of steps that have ended on this rank, and of the bursts that it had reached by then."""
         self._others: dict[int, Progress] = {}  # the progress of the other ranks when this rank last asked for it
         self._still_since = 0.0  # when that progress last changed
-
-    def count_anew(self) -> None:
-        """Forget what was started before, once all ranks have met and none has a collective of the CPU underway."""
-        self._issued_before = self.issued()
 
     def place(self) -> Progress:
         """Return the progress of this rank, for the other ranks to read."""
@@ -73,7 +70,7 @@ class LoopProgress:
             step=self.steps,
             bursts=self.bursts,
             burst="" if member is None else member.joinable.join_name,
-            issued=self.issued() - self._issued_before,
+            issued=self.issued() - self.issued_before,
             left=self.has_left,
         )
 

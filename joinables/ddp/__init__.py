@@ -98,8 +98,7 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
                 " DistributedDataParallel and cannot be shadowed. Use BatchNorm, or feed all ranks evenly. [J104]"
             )
     rebuild = BucketRebuild(ddp)
-    if not reducer.broadcasts_buffers(ddp):
-        return [rebuild, GradientSync(ddp, None, rebuild), Unlisted(ddp)]
-    buffers = BufferSync(ddp)
+    buffers = BufferSync(ddp) if reducer.broadcasts_buffers(ddp) else None
     # GradientSync is the last burst, so that plain joinables after the module follow its backward.
-    return [rebuild, buffers, GradientSync(ddp, buffers, rebuild), Unlisted(ddp)]
+    joinables = rebuild, buffers, GradientSync(ddp, buffers, rebuild), Unlisted(ddp)
+    return [joinable for joinable in joinables if joinable is not None]

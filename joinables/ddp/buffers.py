@@ -59,30 +59,24 @@ class BufferSync(DDPBurst):
     action = "the buffer broadcast"
     tracks_leader = True
     flag_count = 1
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        super().__init__(ddp)
-        self._places: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}  # where the module keeps its buffers
-        # The shapes at the last synchronisation, and the names and shapes of buffers whose shape has changed since.
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._changed: list[str] = []
-        # In a loop over join.iterate: whether all ranks had data in the last forward, and in the one that changed them.
-        self._all_had_data = self._all_changed = True
-        self._after_forward = False  # a comm hook synchronises buffers after the forward, not before it
-        self._is_changed_by_forward = False  # the forward of the step runs before the broadcast
+    _changed: Sequence[str] = ()  # names and shapes of buffers whose shape has changed since the last synchronisation
 
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
+        # A comm hook synchronises buffers after the forward, not before it.
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
-        self._is_changed_by_forward = self._after_forward or getattr(
-            cast("object", self._ddp.module), "forward_is_over", False
-        )
+        is_over = getattr(cast("object", self._ddp.module), "forward_is_over", False)
+        # The forward of the step runs before the broadcast.
+        self._is_changed_by_forward = self._after_forward or is_over
         self._last_header = SentHeader(leader=join.channel.headers.leader)
-        self._world_size = join.collective.world_size
         self._places = reducer.buffer_places(self._ddp)
         known = memory_of(self._ddp).buffer_shapes  # a buffer may have been registered since
-        self._changed, self._shapes = [], {name: known.get(name, shape) for name, shape in self._shapes_now().items()}
+        self._shapes = {name: known.get(name, shape) for name, shape in self._shapes_now().items()}
+        """The shapes at the last synchronisation."""
+        self._changed = list[str]()
+        # In a loop over join.iterate: whether all ranks had data in the last forward, and in the one that changed them.
+        self._all_had_data = self._all_changed = True
 
     @override
     def detach(self) -> None:
@@ -103,7 +97,7 @@ class BufferSync(DDPBurst):
             self._all_changed = self._all_had_data and (self._all_changed or not self._changed)
             self._changed = changed
         channel = self._channel
-        self._all_had_data = not channel.step.in_loop or channel.step.contributors == self._world_size
+        self._all_had_data = not channel.step.in_loop or channel.step.contributors == self._collective.world_size
 
     def _shapes_now(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -156,7 +150,7 @@ class BufferSync(DDPBurst):
             self._changed, self._shapes = [], self._shapes_now()
             return False
         header, index = self._channel.headers.read(), self._channel.roster.index[id(self)]
-        (changed,), active = header.flags[index], header.active
+        (_, changed), active = header.counts[index], header.active
         if changed != active and (changed or self._changed):
             self._refuse_shapes(f"on {changed} of {active} ranks with data")
         return changed == active

@@ -17,7 +17,7 @@ contributors, u the unit of the weights (``join.scaling``)::
     Weighted              plain block with join.weight                u * W / S    w / u times, w the sum of this rank's
                                                                                    weights in the window
 
-A new kind of mean is a class here, an instance in ``Means.attach``, and a branch of ``Means.choose``. In a plain block,
+A new kind of mean is a class here, an instance in ``Means``, and a branch of ``Means.choose``. In a plain block,
 joined ranks must find it in the header too. That needs a branch of ``Means.agree``, and a flag of
 ``GradientSync.flags`` if none of its flags shows which mean it is.
 
@@ -36,13 +36,14 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from join.collectives.base import FloatSum
+from join.collectives import Sum
 from join.joinable import Burst
 from join.protocol.channel import Channel
 from joinables.ddp.window import Window
 
-WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(3)
-"""The flags in the header of a reduction: it announces the buffers too, this rank contributes, weights are summed."""
+ANNOUNCED, WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(4)
+"""The counts of a reduction in a header. All but the first are flags: it announces the buffers too, this rank
+contributes, weights are summed."""
 
 
 class Mean:
@@ -116,14 +117,14 @@ class OverAllRanks(Mean):
 
     @override
     def times(self, window: Window) -> float:
-        return self._world_size / self._channel.headers.flags(self._burst)[CONTRIBUTES]
+        return self._world_size / self._channel.headers.counts(self._burst)[CONTRIBUTES]
 
 
 class OverContributors(Mean):
     """Mean over the ranks that contribute, in a plain block."""
 
     has_factor = True
-    _sum: FloatSum
+    _sum: Sum[float]
 
     @override
     def begin(self, window: Window) -> None:
@@ -134,7 +135,7 @@ class OverContributors(Mean):
         if self.with_buffers:
             total = self._channel.guard.wait(self._sum, "sums contributors", self._sum.total)
         else:
-            total = self._channel.headers.flags(self._burst)[CONTRIBUTES]
+            total = self._channel.headers.counts(self._burst)[CONTRIBUTES]
         return self._world_size / total if total else 1.0
 
 
@@ -164,28 +165,21 @@ class Means:
     """The means of one module in one block.
 
     Args:
+        channel: The channel of the block.
+        burst: The burst that announces the reductions.
         over_all_ranks: Whether gradients without weights are divided by the world size
             (``divide_by_initial_world_size``) instead of by the number of contributors.
+        has_comm_hook: Whether gradients pass through a comm hook. It may round gradients, or carry errors over to the
+            next step, so it receives parts of the weighted mean.
     """
 
-    def __init__(self, *, over_all_ranks: bool) -> None:
-        self._over_all_ranks = over_all_ranks
-
-    def attach(self, channel: Channel, burst: Burst, *, has_comm_hook: bool) -> None:
-        """Prepare for a block that is entered.
-
-        Args:
-            channel: The channel of the block.
-            burst: The burst that announces the reductions.
-            has_comm_hook: Whether gradients pass through a comm hook. It may round gradients, or carry errors over to
-                the next step, so it receives parts of the weighted mean.
-        """
-        self._channel, self._burst = channel, burst
+    def __init__(self, channel: Channel, burst: Burst, *, over_all_ranks: bool, has_comm_hook: bool) -> None:
+        self._channel, self._burst, self._over_all_ranks = channel, burst, over_all_ranks
         self.scope = channel.roster.scopes[-1]
         """The block, which has the weight of a batch."""
         self._as_it_is, self._with_data = Mean(channel, burst), OverRanksWithData(channel, burst)
         self._on_dummy = OnDummy(channel, burst)
-        self.unweighted = (OverAllRanks if self._over_all_ranks else OverContributors)(channel, burst)
+        self.unweighted = (OverAllRanks if over_all_ranks else OverContributors)(channel, burst)
         """The mean of a plain block without weights."""
         self._weighted = Weighted(channel, burst)
         self._weighted.in_parts = has_comm_hook
@@ -210,14 +204,13 @@ class Means:
         Raises:
             ValueError: If some active ranks use weights and others do not.
         """
-        headers = self._channel.headers
-        flags = headers.flags(self._burst)
-        using = flags[WEIGHTED]
-        if using and using != (announced := headers.announced(self._burst)):
+        counts = self._channel.headers.counts(self._burst)
+        using, announced = counts[WEIGHTED], counts[ANNOUNCED]
+        if using and using != announced:
             raise ValueError(
                 f"join.weight is set on {using} ranks and not on {announced - using}. Set it on all ranks or on none."
                 " [J277]"
             )
         self.agreed = self._weighted if using else self.unweighted
-        self.agreed.with_buffers = flags[WITH_BUFFERS] > 0
+        self.agreed.with_buffers = counts[WITH_BUFFERS] > 0
         return self.agreed

@@ -26,9 +26,9 @@ from typing import Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
 from join.collectives import Collective
 from join.collectives._torch_private import accumulators
+from join.protocol.channel import Channel
 from joinables._torch import autograd, reducer
 from joinables.ddp.window import memory_of
 
@@ -70,25 +70,23 @@ class UsedParameters:
     Args:
         ddp: The module.
         parameters: Its parameters, in the reducer's order.
+        channel: The channel of the block.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._ddp, self._parameters = ddp, parameters
+    def __init__(
+        self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], channel: Channel
+    ) -> None:
+        self._parameters, self._channel = parameters, channel
         self._handles: dict[int, Any] = {}  # by the index of the parameter
-        self.counts = False
+        self.counts = ddp.find_unused_parameters and not ddp.static_graph
         """Whether use is counted, which needs ``find_unused_parameters``."""
         self._used = torch.zeros(len(parameters), dtype=torch.int64, device="cpu")
         self._absent: list[bool] = []
 
-    def attach(self, join: Join) -> None:
-        """Decide whether use is counted; called when a block is entered."""
-        self._join = join
-        self.counts = self._ddp.find_unused_parameters and not self._ddp.static_graph
-
     def detach(self) -> None:
         """Remove the hooks; called when the block is left."""
         autograd.remove_hooks(self._handles)
-        del self._join
+        del self._channel
 
     def watch(self) -> None:
         """Register hooks on the parameters before a forward, in a loop over ``Join.iterate``."""
@@ -96,7 +94,7 @@ class UsedParameters:
             autograd.hook_gradients(self._parameters, self._handles, lambda index: partial(self._mark_used, index))
 
     def _mark_used(self, index: int, gradient: torch.Tensor) -> None:
-        if self._handles and not self._join.channel.step.is_dummy:
+        if self._handles and not self._channel.step.is_dummy:
             self._used[index] = 1
 
     def begin_window(self) -> None:
@@ -106,7 +104,7 @@ class UsedParameters:
 
     def end_reduction(self) -> None:
         """Set gradients back to ``None`` if only dummies used their parameters; called after a reduction."""
-        self._join.collective.all_reduce(self._used, "max").wait()
+        self._channel.collective.all_reduce(self._used, "max").wait()
         used = cast("list[int]", self._used.tolist())
         for parameter, is_used, absent in zip(self._parameters, used, self._absent, strict=True):
             if absent and not is_used:
@@ -119,18 +117,14 @@ class StaticGraph:
     Args:
         ddp: The module. Without ``static_graph``, nothing is counted.
         parameters: Its parameters, in the reducer's order.
+
+    Raises:
+        ValueError: If the first backward of the module ran outside a block, so that a rank without data cannot receive
+            the counts.
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._ddp, self._parameters, self._memory = ddp, parameters, memory_of(ddp)
-
-    def check(self) -> None:
-        """Check that a rank without data can receive the counts.
-
-        Raises:
-            ValueError: If the first backward of the module ran outside a block.
-        """
-        ddp = self._ddp
         if ddp.static_graph and not reducer.first_static_backward(ddp) and self._memory.arrivals is None:
             raise ValueError(
                 "The static_graph module has run its first backward outside a Join block, so a rank without data cannot"

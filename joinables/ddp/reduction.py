@@ -44,7 +44,7 @@ from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
-from joinables.ddp.mean import CONTRIBUTES, Means
+from joinables.ddp.mean import ANNOUNCED, CONTRIBUTES, Means
 from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
 from joinables.ddp.window import LastResult, Window, have_none, memory_of
 from joinables.modules import adopt_gradients
@@ -73,8 +73,6 @@ class GradientSync(DDPBurst):
         self._forwards = Forwards(ddp, self._parameters, buffers)
         self.mixes_ranks = mixing(self.join_name, self._forwards.norms)  # a NaN on a dummy would reach other ranks
         self._memory = memory_of(ddp)
-        self._static_graph = StaticGraph(ddp, self._parameters)
-        self._used = UsedParameters(ddp, self._parameters)
         self._factors = Factors(self._parameters)
 
     @override
@@ -98,17 +96,18 @@ class GradientSync(DDPBurst):
                     f"The layer {name!r} has sparse gradients, which a rank without data cannot receive. Build it with"
                     " sparse=False. [J110]"
                 )
-        self._means = Means(over_all_ranks=divide_by_initial_world_size)
+        self._over_all_ranks = divide_by_initial_world_size
         return self
 
     @override
     def attach(self, join: Join) -> None:
-        self._static_graph.check()
+        self._static_graph = StaticGraph(self._ddp, self._parameters)
         super().attach(join)
-        self._means.attach(join.channel, self, has_comm_hook=reducer.has_comm_hook(self._ddp))
+        has_comm_hook = reducer.has_comm_hook(self._ddp)
+        self._means = Means(join.channel, self, over_all_ranks=self._over_all_ranks, has_comm_hook=has_comm_hook)
         self._mean = self._means.unweighted
         """The mean of the last reduction that was announced."""
-        self._used.attach(join)
+        self._used = UsedParameters(self._ddp, self._parameters, join.channel)
         self._memory.window.is_earlier = self._memory.window.backwards > 0
         self.own_steps = 0
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._begin_backward)
@@ -470,9 +469,8 @@ class GradientSync(DDPBurst):
 
         ``False`` means that they may have contributed or not.
         """
-        headers = self._channel.headers
         # A joined rank may have contributed the gradients that it had accumulated.
-        may_be_joined = headers.flags(self)[CONTRIBUTES] > headers.announced(self)
-        if may_be_joined or reducer.hooks_remember(self._ddp):
+        counts = self._channel.headers.counts(self)
+        if counts[CONTRIBUTES] > counts[ANNOUNCED] or reducer.hooks_remember(self._ddp):
             return False
         return not are_zero(parameter.grad for parameter in self._parameters if parameter.grad is not None)

@@ -89,6 +89,26 @@ def test_it_names_the_missing_object(pool: Pool, of: type[Training], listed: lis
     assert some[0].endswith(f"List it: {fix}.")
 
 
+class Halves(Training):
+    """Two optimizers of one module. The second one, which is not listed, steps after the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight, *rest = self.ddp.parameters()
+        self.first, self.optimizer = torch.optim.Adam([weight]), torch.optim.AdamW(rest)
+
+    def step(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self.first.step()
+        self.optimizer.step()
+        self.ddp.zero_grad()
+
+
+def test_two_optimizers_of_one_module(pool: Pool) -> None:
+    _, some = pool.run(missing, Halves, ["first"], ranks=2)
+    assert len(some) == 1 and some[0].startswith("AdamW stepped")
+
+
 def everything_listed(rank: int) -> list[list[str]]:
     scheduled, scaled, zero, wrapped = Scheduled(), Scaled(), Training("zero"), Training()
     wrapped.optimizer = Wrapper(wrapped.optimizer)

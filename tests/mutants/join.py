@@ -382,7 +382,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "if member.burst is not None or not self.announcing:",
+        "if member.burst is not _NO_BURST or not self.announcing:",
         "if not self.announcing:",
         "tests/join/test_context.py::test_different_announcements_are_a_protocol_error",
     ),
@@ -448,9 +448,9 @@ MUTANTS = [
         "tests/join/loop/test_progress.py::test_a_consumer_that_reads_ahead_is_refused[prefetch-mlp]",
     ),
     Mutant(
-        "join/protocol/progress.py",
-        "        self._issued_before = self.issued()\n\n    def place",
-        "        pass\n\n    def place",
+        "join/protocol/channel.py",
+        "            self.progress.issued_before = self.progress.issued()",
+        "            pass",
         "tests/join/loop/test_training.py::test_messages_between_some_ranks",
     ),
     # -- blocks --------------------------------------------------------------------------------------------------------
@@ -627,6 +627,12 @@ MUTANTS = [
     ),
     # -- weights of losses ---------------------------------------------------------------------------------------------
     Mutant(
+        "join/collectives/_torch_private.py",
+        "    if is_last:\n",
+        "    if True:\n",
+        "tests/join/test_alone.py::test_a_step_with_another_hook_of_all_optimizers",
+    ),
+    Mutant(
         "join/scaling.py",
         "if modules == 1 and mean_weight:",
         "if mean_weight:",
@@ -798,7 +804,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/peers.py",
-        "            self._watch.post(Note(self._rank, cause, kind, text), TIMEOUTS.note)\n        return error",
+        "            self.watch.post(Note(self._rank, cause, kind, text), TIMEOUTS.note)\n        return error",
         "            pass\n        return error",
         "tests/join/failure/test_watch.py::test_a_cause_is_passed_on",
     ),

@@ -122,14 +122,14 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "return self._world_size / self._channel.headers.flags(self._burst)[CONTRIBUTES]",
+        "return self._world_size / self._channel.headers.counts(self._burst)[CONTRIBUTES]",
         "return 1.0",
         "tests/joinables/ddp/test_kept_gradients.py::test_a_result_that_is_added_to",
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "using and using != (announced := headers.announced(self._burst))",
-        "not (announced := 1)",
+        "using and using != announced",
+        "False",
         "tests/joinables/ddp/test_weight.py::test_weight_on_one_of_two_ranks_with_data",
     ),
     Mutant(
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/parameters.py",
-        "if self._handles and not self._join.channel.step.is_dummy:",
+        "if self._handles and not self._channel.step.is_dummy:",
         "if self._handles:",
         "tests/join/loop/test_training.py::test_what_only_dummies_used_has_no_gradient_after_a_backward_that_all_skip",
     ),
@@ -238,7 +238,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/parameters.py",
-        'self._join.collective.all_reduce(self._used, "max").wait()',
+        'self._channel.collective.all_reduce(self._used, "max").wait()',
         "pass",
         "tests/join/loop/test_training.py::test_a_backward_that_all_skip_forgets_nobody",
     ),
@@ -336,6 +336,18 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/unlisted.py",
+        "        if not self._unseen:",
+        "        if False:",
+        "tests/test_walk.py::test_a_block",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        "self._unseen.difference_update(map(id, parameters_of(optimizer)))",
+        "self._unseen.clear()",
+        "tests/joinables/test_unlisted.py::test_two_optimizers_of_one_module",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
         "        if self._is_uneven:",
         "        if True:",
         "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing",
@@ -427,7 +439,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/state.py",
-        "        if not self._channel.step.in_loop:\n            self.own_steps += 1",
+        "        if not channel.step.in_loop:\n            self.own_steps += 1",
         "        if True:\n            self.own_steps += 1",
         "tests/joinables/test_state_at_end.py::test_a_step_without_gradients_does_not_count",
     ),

@@ -191,7 +191,7 @@ def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
         assert peers.ask(limit=0.3) == {}
         error = peers.cause_of(dist.DistBackendError("broken"))
         assert str(error).startswith("another rank is gone, together with the store of the process group")
-        peers.end()
+        peers.watch.end()
         assert time.monotonic() - started < 5
 
 

@@ -310,7 +310,7 @@ def found(store: dist.TCPStore) -> PeerError:
     peers.begin()
     with pytest.raises(PeerError) as caught:
         peers.look_again()
-    peers.end()
+    peers.watch.end()
     return caught.value
 
 

@@ -23,7 +23,7 @@ def test_sums_of_any_contributions(data: st.DataObject) -> None:
     start = 4
     for index, count in enumerate(flag_counts):
         assert header.announcements.get(index, 0) == sums[start]
-        assert list(header.flags[index]) == sums[start + 1 : start + 1 + count]
+        assert list(header.counts[index]) == sums[start : start + 1 + count]
         start += 1 + count
     assert header.diverged is any(count not in (0, header.active) for count in header.announcements.values())
 
@@ -39,4 +39,4 @@ def test_several_fields() -> None:
     code = HeaderCode([3] * 10, 1000)
     header = code.unpack(sum(code.ones[place] for place in (ACTIVE, code.offsets[9], code.offsets[9] + 3)))
     assert header.announcements == {9: 1}
-    assert list(header.flags[9]) == [0, 0, 1]
+    assert list(header.counts[9][1:]) == [0, 0, 1]

@@ -83,21 +83,27 @@ class Unlisted(Silent):
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if an optimizer that trains the module, its scheduler or its scaler is not listed."""
-        name, parameters, listed = type(optimizer).__name__, parameters_of(optimizer), self._listed.values()
+        name, listed = type(optimizer).__name__, self._listed.values()
         covered = {id(parameter) for each in listed for parameter in parameters_of(each)}
-        if any(optimizer.state.get(p) and id(p) not in covered for p in parameters):
-            self._warn(f"{name} stepped parameters of {type(self._target).__name__}", "it is not listed", name)
+        stepped = {id(each) for each in parameters_of(optimizer) if optimizer.state.get(each)} - covered
+        names = [name for name, each in self._target.named_parameters() if id(each) in stepped]
+        if names:
+            more = f" and {len(names) - 1} more" * (len(names) > 1)
+            target = type(self._target).__name__
+            self._warn(f"{name} stepped the parameter {names[0]}{more} of {target}", "it is not listed", name)
         if any(id(scaler) not in self._listed and scaler.is_enabled() for scaler in self._scalers):
             self._warn(f"A GradScaler stepped {name}", "it is not listed", "GradScaler")
         has_changed = self._rates.get(id(optimizer)) not in (None, _rates_of(optimizer))
         if has_changed and is_scheduled(optimizer) and not any(map(_may_set_rates, listed)):
-            self._warn(f"The learning rate of {name} changed", "no scheduler is listed", "scheduler")
+            unless = " A scheduler that steps once for all steps can instead step after the block."
+            self._warn(f"The learning rate of {name} changed", "no scheduler is listed", "scheduler", unless)
 
-    def _warn(self, event: str, problem: str, missing: str) -> None:
+    def _warn(self, event: str, problem: str, missing: str, unless: str = "") -> None:
         names = [*(type(each).__name__ for each in self._listed.values()), missing]
+        verb = "may differ" if unless else "differs"
         warnings.warn(
-            f"{event} in an uneven block, but {problem}. Its state now differs between ranks, which made different"
-            f" numbers of steps, so later steps will differ, too. List it: Join([{', '.join(names)}]).",
+            f"{event} in an uneven block, but {problem}. Its state now {verb} between ranks, which made different"
+            f" numbers of steps, so later steps will differ, too.{unless} List it: Join([{', '.join(names)}]).",
             stacklevel=_AT_END,
         )
 

@@ -106,7 +106,7 @@ class Halves(Training):
 
 def test_two_optimizers_of_one_module(pool: Pool) -> None:
     _, some = pool.run(missing, Halves, ["first"], ranks=2)
-    assert len(some) == 1 and some[0].startswith("AdamW stepped")
+    assert len(some) == 1 and some[0].startswith("AdamW stepped the parameter module.")
 
 
 def everything_listed(rank: int) -> list[list[str]]:

@@ -67,6 +67,7 @@ def evaluate(rank: int, counts: tuple[int, ...], even: bool, stops: bool) -> tup
         counted, losses = list[list[int]](), list[float]()
         with join_uneven_inputs(accelerate, [model], even_batches=even) as join:
             for x, _ in join.iterate([batch(rank, 0, step) for step in range(counts[rank])]):
+                assert len(accelerate.gather_for_metrics(x)) == len(x) * sum(len(losses) < count for count in counts)
                 loss = model(x).square().mean()
                 accelerate.backward(loss)
                 numbers = list[int]()
@@ -74,6 +75,10 @@ def evaluate(rank: int, counts: tuple[int, ...], even: bool, stops: bool) -> tup
                     numbers += accelerate.gather_for_metrics(part).tolist()
                     if stops:
                         break
+                with pytest.raises(JoinError, match=r"after an evaluation in the same step.*\[J726\]"):
+                    accelerate.gather_for_metrics(part)  # rows of a rank whose training batch is a dummy would be lost
+                with pytest.raises(JoinError, match=r"\[J725\]"):
+                    accelerate.reduce(torch.tensor(len(numbers)))
                 counted.append(sorted(numbers))
                 losses.append(float(accelerate.reduce(loss.detach(), "mean")))
         return counted, losses

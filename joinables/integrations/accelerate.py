@@ -54,7 +54,7 @@ __all__ = ["AcceleratedJoin", "check_accelerator", "gather_rows", "join_uneven_i
 
 T = TypeVar("T")
 
-OLDEST = (1, 15)
+OLDEST = (1, 11)
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "FSDP")
 
 
@@ -242,7 +242,10 @@ class PreparedLoaders:
 
         set_class = partial(vars(object)["__class__"].__set__, loader)  # some loaders have a property of this name
         undo.callback(set_class, kind)
-        set_class(type(kind.__name__, (kind,), {"__iter__": batches}))
+        changes: dict[str, Any] = {"__iter__": batches}
+        if issubclass(kind, module.DataLoaderShard):  # Accelerate 1.11 and 1.12 subtract the batches of other ranks
+            changes["adjust_state_dict_for_prefetch"] = lambda _: None
+        set_class(type(kind.__name__, (kind,), changes))
 
     @contextmanager
     def _reading(self, loader: Any) -> Generator[None]:
@@ -457,7 +460,7 @@ def check_accelerator(accelerator: Any, caller: str = "join_uneven_inputs") -> N
         )
     version = tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2])
     if version < OLDEST:
-        raise ImportError(f"{caller} does not support Accelerate {library.__version__}. Install 1.15 or newer. [J118]")
+        raise ImportError(f"{caller} does not support Accelerate {library.__version__}. Install 1.11 or newer. [J118]")
     kind = accelerator.distributed_type.value
     if kind not in _KINDS:
         raise ValueError(

@@ -244,7 +244,7 @@ class PreparedLoaders:
         undo.callback(set_class, kind)
         changes: dict[str, Any] = {"__iter__": batches}
         if issubclass(kind, module.DataLoaderShard):  # Accelerate 1.11 and 1.12 subtract the batches of other ranks
-            changes["adjust_state_dict_for_prefetch"] = lambda _: None
+            changes["adjust_state_dict_for_prefetch"] = _unadjusted
         set_class(type(kind.__name__, (kind,), changes))
 
     @contextmanager
@@ -259,6 +259,10 @@ class PreparedLoaders:
             yield
         finally:
             self._nested.pop(id(loader), None)
+
+
+def _unadjusted(_: Any) -> None:
+    """Leave the state of a loader as it is."""
 
 
 def _warn_of_repeats(text: str) -> None:

@@ -59,8 +59,9 @@ soak: .venv/.test-installed
 	SOAK=$(SOAK) $(PYTEST) tests/joinables/test_random.py tests/joinables/test_random_blocks.py
 	TESTS=all $(BIN)/python -m pytest tests/join/failure/test_ends.py
 
-# The extras of the frameworks that tests/integrations runs in.
+# The extras of the frameworks that tests/integrations runs in, and packages that need none.
 FRAMEWORKS := lightning accelerate transformers ray
+OTHERS := trl sentence-transformers pytorch-ignite
 comma := ,
 test-frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/python -m pytest -n $(JOBS) tests/integrations
@@ -118,7 +119,7 @@ clean:
 
 .venv-frameworks/.installed: setup.cfg constraints.txt Makefile
 	$(PYTHON) -m venv .venv-frameworks
-	.venv-frameworks/bin/python -m pip install -c constraints.txt -e '.[test$(foreach each,$(FRAMEWORKS),$(comma)$(each))]'
+	.venv-frameworks/bin/python -m pip install -c constraints.txt -e '.[test$(foreach each,$(FRAMEWORKS),$(comma)$(each))]' $(OTHERS)
 	@touch $@
 
 .venv-engines/.installed: setup.cfg constraints.txt

@@ -39,7 +39,7 @@ def in_words_of(fixes: Mapping[str, tuple[str, str]]) -> Generator[None]:
 
     Args:
         fixes: By the code of an error of this library, the first words of its advice, and the advice that replaces
-            it.
+            it. Without a code, all words of the advice.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def in_words_of(fixes: Mapping[str, tuple[str, str]]) -> Generator[None]:
 def reword(error: BaseException, fixes: Mapping[str, tuple[str, str]]) -> None:
     """Replace the advice in the text of an error, which may quote the text of another rank; see ``in_words_of``."""
     for code, (begin, fix) in fixes.items():
-        pattern = re.compile(rf"{re.escape(begin)}.*?(?= \[{code}\])", re.DOTALL)
+        pattern = re.compile(re.escape(begin) + (rf".*?(?= \[{code}\])" if code else ""), re.DOTALL)
         error.args = tuple(pattern.sub(fix, each) if isinstance(each, str) else each for each in error.args)
 
 

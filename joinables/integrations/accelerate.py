@@ -21,7 +21,8 @@ saved loader's state follow the block, whose accumulation windows end at the sam
 each rank's window ends with its own loader, and the last reductions have fewer micro-batches.
 
 A dummy batch is the rank's last batch itself, with weight 0, since the loop body of a script for a framework seldom
-expects empty batches. So the rows that a rank with a dummy passes to ``gather_for_metrics`` and ``reduce`` are dropped.
+expects empty batches. So the rows that a rank with a dummy passes to ``gather_for_metrics`` are dropped, and so are its
+losses in ``reduce``. Other values are refused if they may be of several batches, or of an evaluation.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import torch
 from typing_extensions import Self, override
 
 from join import Join, JoinError
-from join.batch import Step, map_tensors
+from join.batch import Step, map_tensors, tensors_in
 from join.collectives import SingleCollective
 from join.collectives._torch_private import pytree
 from join.loop import Batches
@@ -53,7 +54,7 @@ __all__ = ["AcceleratedJoin", "check_accelerator", "gather_rows", "join_uneven_i
 
 T = TypeVar("T")
 
-OLDEST = (1, 15)
+OLDEST = (1, 11)
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "FSDP")
 
 
@@ -76,9 +77,10 @@ def join_uneven_inputs(
     ``accelerate.data_loader.prepare_data_loader(loader, num_processes=1, process_index=0)``.
 
     In a loop over ``join.iterate``, ``accelerator.gather_for_metrics`` returns the rows of all ranks that have data,
-    even if their numbers of rows differ. ``accelerator.reduce`` reduces over these ranks. ``accelerator.gather``
-    raises, since its result would contain rows of dummies. In a plain loop all three raise, since ranks without data
-    never call them. Dummies are ``dummy="last"`` by default, but ``"empty"`` if the model has SyncBatchNorm.
+    even if their numbers of rows differ. ``accelerator.reduce`` reduces a loss of the step over these ranks, and raises
+    for other values. ``accelerator.gather`` raises, since its result would contain rows of dummies. In a plain loop all
+    three raise, since ranks without data never call them. Dummies are ``dummy="last"`` by default, but ``"empty"`` if
+    the model has SyncBatchNorm.
 
     Args:
         accelerator: An ``accelerate.Accelerator`` of a single process, or of many with DDP or FSDP2.
@@ -142,7 +144,8 @@ class AcceleratedJoin(Join):
         if self._block is not None:  # it is None with enable=False
             for loader in accelerator._dataloaders:
                 self._prepared.change(loader, undo)
-            undo.enter_context(counting_no_dummies(accelerator, self, self._prepared.evaluates))
+            prepared = self._prepared
+            undo.enter_context(counting_no_dummies(accelerator, self, prepared.evaluates, prepared.has_evaluated))
             undo.enter_context(replaced(accelerator, "save_state", partial(self._save_state, accelerator.save_state)))
 
     @override
@@ -202,12 +205,17 @@ class PreparedLoaders:
     def __init__(self, step: Callable[[], Step], even_batches: bool | None) -> None:
         self._step, self._even_batches = step, even_batches
         self._nested: dict[int, int] = {}  # by the id of a loader that began inside a step: the number of the step
+        self._last: Step | None = None  # the last step in which a loader began
         self._evenness: dict[int, bool] = {}  # by the id of a sampler: its setting outside the block
 
     def evaluates(self) -> bool:
         """Return whether a prepared loader runs inside the current step, so that its batches are no dummies."""
         step = self._step()
         return step.in_loop and step.number in self._nested.values()
+
+    def has_evaluated(self) -> bool:
+        """Return whether a prepared loader began inside the current step."""
+        return self._last is self._step()
 
     def change(self, loader: Any, undo: ExitStack) -> None:
         """Change a loader for the duration of a block, or warn if it repeats samples."""
@@ -234,20 +242,27 @@ class PreparedLoaders:
 
         set_class = partial(vars(object)["__class__"].__set__, loader)  # some loaders have a property of this name
         undo.callback(set_class, kind)
-        set_class(type(kind.__name__, (kind,), {"__iter__": batches}))
+        changes: dict[str, Any] = {"__iter__": batches}
+        if issubclass(kind, module.DataLoaderShard):  # Accelerate 1.11 and 1.12 subtract the batches of other ranks
+            changes["adjust_state_dict_for_prefetch"] = _unadjusted
+        set_class(type(kind.__name__, (kind,), changes))
 
     @contextmanager
     def _reading(self, loader: Any) -> Generator[None]:
         """Return a context in which a loader runs; inside a step it is even, as all ranks gather its rows."""
         step, sampler = self._step(), loader.batch_sampler
         if step.in_loop:
-            self._nested[id(loader)] = step.number
+            self._nested[id(loader)], self._last = step.number, step
         if (before := self._evenness.get(id(sampler))) is not None:
             sampler.even_batches = before if step.in_loop else self._even_batches
         try:
             yield
         finally:
             self._nested.pop(id(loader), None)
+
+
+def _unadjusted(_: Any) -> None:
+    """Leave the state of a loader as it is."""
 
 
 def _warn_of_repeats(text: str) -> None:
@@ -309,10 +324,49 @@ def accumulating_once(accelerator: Any, current: Callable[[], Step]) -> Abstract
 
 
 @contextmanager
+def reducing_losses(accelerator: Any, join: Join) -> Generator[Callable[..., Any]]:
+    """Return a context with a function that replaces ``accelerator.reduce``: it reduces losses of ranks with data.
+
+    A dummy is the rank's last batch. So its values look like others, and so does a rank's own sum over many batches.
+    Only a loss that ``accelerator.backward`` has received in the step is known to belong to the batch.
+
+    Args:
+        accelerator: The accelerator.
+        join: The block with the current loop over ``iterate``.
+    """
+    as_usual, run_backward = accelerator.reduce, accelerator.backward
+    losses: list[tuple[Step, torch.Tensor]] = []  # of the last step with a backward, without their graphs
+
+    def backward(loss: Any, **named: Any) -> None:
+        run_backward(loss, **named)
+        step = join.channel.step
+        losses[:] = [*(each for each in losses if each[0] is step), (step, loss.detach())]
+
+    def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        if tensor is accelerator.flag_tensor:  # set_trigger passes it, on any rank
+            return as_usual(tensor, reduction, scale)
+        step, places = join.channel.step, {value.data_ptr() for value in tensors_in(tensor)}
+        if not places or not places <= {loss.data_ptr() for each, loss in losses if each is step}:
+            raise JoinError(
+                f"accelerator.reduce got a value that is not a loss of step {step.number}, as accelerator.backward"
+                " received it. In a sum over several batches, ranks without data count, too, and in a value of the"
+                " batch they do not. For a value of the batch, call accelerator.gather_for_metrics and reduce its rows."
+                " For a sum of your own, call torch.distributed.all_reduce. [J725]"
+            )
+        over = {"mean": torch.mean, "max": torch.amax}.get(reduction, torch.sum)
+        ranks = gather_rows(join, map_tensors(lambda leaf: leaf[None], tensor))
+        return map_tensors(lambda rows: over(rows, 0), ranks)
+
+    with replaced(accelerator, "backward", backward):
+        yield reduce
+
+
+@contextmanager
 def counting_no_dummies(
     accelerator: Any,
     join: Join,
     evaluates: Callable[[], bool] = bool,
+    has_evaluated: Callable[[], bool] = bool,
     gather: Callable[[Any], Any] = refuse_gather,
 ) -> Generator[None]:
     """Return a context in which an accelerator's collectives drop rows of dummies, and its loaders end with the loop.
@@ -321,9 +375,10 @@ def counting_no_dummies(
         accelerator: The accelerator.
         join: The block with the current loop over ``iterate``.
         evaluates: Returns whether the ranks evaluate inside a step, on batches that are no dummies.
+        has_evaluated: Returns whether the ranks have begun to evaluate inside the current step.
         gather: The function that replaces ``accelerator.gather``.
     """
-    as_usual, state = accelerator.reduce, cast("object", accelerator.gradient_state)
+    state = cast("object", accelerator.gradient_state)
 
     def is_at_end(_: object) -> bool:
         in_step = join.channel.step.in_loop and not evaluates()
@@ -333,17 +388,16 @@ def counting_no_dummies(
     gradient_state = type("InLoop", (type(state),), {"end_of_dataloader": property(is_at_end)})()
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        if has_evaluated():
+            raise JoinError(
+                "accelerator.gather_for_metrics was called after an evaluation in the same step. It would drop the rows"
+                " of ranks that are out of training data. Call it in the loop over the loader of the evaluation. For"
+                " rows of the training batch, call it before the evaluation. [J726]"
+            )
         if not use_gather_object:
             return gather_rows(join, input_data)
         own: list[Any] = [] if join.shadowing else list(input_data)
         return list(chain.from_iterable(join.collective.all_gather_object(own)))
-
-    def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        if tensor is accelerator.flag_tensor:  # set_trigger passes it, on any rank
-            return as_usual(tensor, reduction, scale)
-        over = {"mean": torch.mean, "max": torch.amax}.get(reduction, torch.sum)
-        ranks = gather_rows(join, map_tensors(lambda leaf: leaf[None], tensor))
-        return map_tensors(lambda rows: over(rows, 0), ranks)
 
     def in_loop(name: str, call: Callable[..., Any], own: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if evaluates():
@@ -357,6 +411,7 @@ def counting_no_dummies(
 
     with ExitStack() as undo:
         undo.enter_context(replaced(accelerator, "gradient_state", gradient_state))
+        reduce = undo.enter_context(reducing_losses(accelerator, join))
         for name, call in (("gather", gather), ("gather_for_metrics", gather_for_metrics), ("reduce", reduce)):
             undo.enter_context(replaced(accelerator, name, partial(in_loop, name, call, getattr(accelerator, name))))
         yield
@@ -409,7 +464,7 @@ def check_accelerator(accelerator: Any, caller: str = "join_uneven_inputs") -> N
         )
     version = tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2])
     if version < OLDEST:
-        raise ImportError(f"{caller} does not support Accelerate {library.__version__}. Install 1.15 or newer. [J118]")
+        raise ImportError(f"{caller} does not support Accelerate {library.__version__}. Install 1.11 or newer. [J118]")
     kind = accelerator.distributed_type.value
     if kind not in _KINDS:
         raise ValueError(

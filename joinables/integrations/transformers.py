@@ -28,7 +28,7 @@ process.
 Transformers has Accelerate prepare its loaders, and Accelerate distributes one stream over all ranks. Here each rank
 has its own stream, and its loader is prepared as in a single process: batches go to the device, and nothing else.
 
-Tried on Transformers 5.23.0 with Accelerate 1.15.0.
+Tried on Transformers 5.20 to 5.24 with Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -74,10 +74,11 @@ HOOKS = (
     "_track_num_input_tokens",
     "evaluation_loop",
     "get_batch_samples",
+    "loss_is_scaled_for_ga",
     "set_initial_training_values",
     "training_step",
 )
-"""Methods of the Trainer that this class overrides or calls, so they must exist."""
+"""Names of the Trainer that this class overrides or reads, so they must exist."""
 PREPARED = "_is_accelerate_prepared"
 """Name of Accelerate's mark on a model."""
 LOG_ONLY = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
@@ -142,7 +143,7 @@ class JoinTrainerMixin(_Base):
         if missing_hooks:
             raise ImportError(
                 f"The Trainer of Transformers {_library.__version__} has no {missing_hooks[0]}, which JoinTrainer"
-                " needs. Install transformers 5.23. [J135]"
+                " needs. Install transformers 5.20 or newer. [J135]"
             )
 
     @property

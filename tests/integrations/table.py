@@ -159,7 +159,15 @@ ROWS = [
         f"exact {DATA}test_an_evaluation_in_the_loop_counts_each_sample_once",
         "exact test_trainer::test_evaluation_on_uneven_streams",
     ),
-    Row("sums of one's own in such an evaluation", accelerate="yours accelerate.md#evaluate-in-the-training-loop"),
+    Row(
+        "sums of one's own over batches, reduced in the loop",
+        accelerate=f"J725 {DUMMIES}test_what_dummies_give_is_left_out",
+        transformers=f"J725 {DUMMIES}test_a_trainer_as_it_is_and_one_that_looks_at_its_losses",
+    ),
+    Row(
+        "rows of the training batch, gathered after such an evaluation",
+        accelerate=f"J726 {DATA}test_an_evaluation_in_the_loop_counts_each_sample_once",
+    ),
     Row(
         "validation in the middle of a window",
         "J131 test_fit::test_a_validation_in_the_middle_of_a_window",

@@ -13,7 +13,6 @@ training step, where a rank that has skipped a backward raises.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar, Literal
@@ -25,7 +24,6 @@ from typing_extensions import override
 
 from join import Join
 from join.collectives import collective_of
-from join.errors import add_note
 from join.joinable import NothingListed
 from join.mean import mean_over_ranks
 from joinables.integrations import reword, warn_if_alone
@@ -36,29 +34,40 @@ from joinables.integrations.lightning.names import LOOPS, Callback, DDPStrategy,
 from joinables.loss_gate import LossGate
 from joinables.modules import replaced
 
-FIXES = {
-    "J093|J113|by returning None": "Return loss * 0 to ignore a batch, and call manual_backward on all ranks. Or pass"
-    " JoinStrategy(weigh=function) with a function that returns 0 for such batches.",
-    "J104": "Pass Trainer(sync_batchnorm=False).",
-    "J560": "Let all parameters require grad when fit begins, and freeze them in on_train_start. Pass"
-    " Trainer(strategy='join_find_unused_parameters_true').",
-    "J473": "Pass Trainer(strategy='join_find_unused_parameters_true').",
-}
-"""Additional fixes in terms of Lightning, by patterns of messages, of ``Join`` and of Lightning."""
+SKIP = (
+    "Return loss * 0 to ignore a batch, and call manual_backward on all ranks. Or pass JoinStrategy(weigh=function)"
+    " with a function that returns 0 for such batches."
+)
+UNUSED = "Pass Trainer(strategy='join_find_unused_parameters_true')."
 TENSORS = "Yield tensors in lists, tuples, dicts or dataclasses from the loader."
 ADVICE = {
     "J067": ("Pass join.iterate(", TENSORS),
     "J089": ("Move the prefetcher", "Call the module only in the thread that called fit, and only in its steps."),
+    "J093": ("Run the same loop body", SKIP),
+    "J104": ("Use BatchNorm", "Pass Trainer(sync_batchnorm=False)."),
+    "J113": ("Skip it on all ranks", SKIP),
     "J460": ("Call join.scale(", "Call self.manual_backward(loss) for every loss."),
     "J461": ("Call join.scale(", "Call self.manual_backward(loss) for every loss."),
     "J471": (
         "A loop over join.iterate has",
         "Remove no_sync from the LightningModule, whose steps all reduce gradients.",
     ),
+    "J473": ("Call backward()", UNUSED),
     "J536": ("Remove it,", "Remove it from the arguments of JoinStrategy, and step optimizers after the backward."),
     "J555": ("Put tensors", TENSORS),
+    "J560": (
+        "Unfreeze or add",
+        f"Let all parameters require grad when fit begins, and freeze them in on_train_start. {UNUSED}",
+    ),
+    "": (
+        "It is recommended that you rewrite your training logic to avoid having to skip the step in the first place.",
+        SKIP,
+    ),
 }
-"""For codes of errors whose advice Lightning's users cannot follow: how it begins, and the advice that replaces it."""
+"""For codes of errors whose advice Lightning's users cannot follow: how it begins, and the advice that replaces it.
+
+An error of Lightning's own has no code: its advice is listed as a whole.
+"""
 
 
 class JoinStrategy(DDPStrategy):
@@ -269,9 +278,6 @@ class FirstCallback(Callback):
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        for pattern, fix in FIXES.items():
-            if re.search(pattern, str(exception)):
-                add_note(exception, f"In Lightning: {fix}")
         reword(exception, ADVICE)
         try:
             trainer.strategy._blocks.close(exception)  # sends it to the other ranks

@@ -69,35 +69,42 @@ def reduce(rank: int, counts: tuple[int, ...]) -> list[Any]:
         accelerate = accelerator()
         model = accelerate.prepare(build("mlp"))
         found: list[Any] = []
-        with join_uneven_inputs(accelerate, [model]) as join, torch.no_grad():
-            for step in join.iterate([torch.tensor([float(step)]) for step in range(counts[rank])]):
-                value = {"x": 10.0 * rank + step, "n": torch.tensor(rank + 1)}
-                kinds = [accelerate.reduce(value, kind) for kind in ("sum", "max")]
-                mean = accelerate.reduce(value["x"], "mean")
+        total = torch.zeros(())
+        with join_uneven_inputs(accelerate, [model]) as join:
+            for step, x in enumerate(join.iterate([batch(rank, 0, step)[0] for step in range(counts[rank])])):
+                loss = model(x).square().mean() * 0 + 10.0 * rank + step
+                with pytest.raises(JoinError, match="is not a loss of step"):
+                    accelerate.reduce(loss)  # backward has not received it
+                accelerate.backward(loss)
+                total += 0 if join.shadowing else loss.detach()
+                values = [accelerate.reduce({"x": loss.detach()}, kind)["x"].item() for kind in ("sum", "max", "mean")]
                 if rank == 0 and counts[0] == len(found):
                     accelerate.set_trigger()  # at the first dummy
-                found.append([kinds[0]["x"].item(), kinds[1]["n"].item(), mean.item(), accelerate.check_trigger()])
-                found[-1].append(accelerate.gradient_state.end_of_dataloader)
+                found.append([*values, accelerate.check_trigger(), accelerate.gradient_state.end_of_dataloader])
+                for own in (total, {"loss": loss, "total": total}, loss.item(), loss.detach().clone()):
+                    with pytest.raises(JoinError, match=r"call torch\.distributed\.all_reduce\. \[J725\]"):
+                        accelerate.reduce(own)
                 with pytest.raises(JoinError, match=r"Call accelerator\.gather_for_metrics, which does not"):
-                    accelerate.gather(step)
+                    accelerate.gather(loss)
             for collective in (accelerate.reduce, accelerate.gather):
                 with pytest.raises(JoinError, match="Ranks without data call accelerator"):
                     collective(torch.ones(1))
             with pytest.raises(JoinError, match=r"Ranks without data call accelerator\.reduce"):
                 accelerate.check_trigger()
-        assert {"gather", "reduce", "gradient_state"} & set(vars(accelerate)) == {"gradient_state"}
+        assert {"gather", "reduce", "backward", "gradient_state"} & set(vars(accelerate)) == {"gradient_state"}
         assert accelerate.gather(torch.ones(1)).shape == (RANKS,)
-        return found
+        return [*found, accelerate.reduce(total).item()]
 
 
 @pytest.mark.parametrize("counts", [(1, 3), (0, 2)])
 def test_what_dummies_give_is_left_out(pool: Pool, counts: tuple[int, int]) -> None:
+    """Of losses; other values may be sums over batches, which count on ranks without data too, and are refused."""
     expected: list[Any] = []
     for step in range(max(counts)):
-        values = [(10.0 * rank + step, rank + 1) for rank in range(RANKS) if step < counts[rank]]
-        total = sum(x for x, _ in values)
+        values = [10.0 * rank + step for rank in range(RANKS) if step < counts[rank]]
         is_last = step == max(counts) - 1
-        expected.append([total, max(n for _, n in values), total / len(values), step == counts[0], is_last])
+        expected.append([sum(values), max(values), sum(values) / len(values), step == counts[0], is_last])
+    expected.append(sum(total for total, *_ in expected))
     assert pool.run(reduce, counts, ranks=RANKS) == [expected] * RANKS
 
 

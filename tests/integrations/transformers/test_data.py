@@ -102,7 +102,9 @@ def test_classes_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for bases in ((JoinTrainerMixin, Tuner), (JoinTrainer, transformers.Trainer), (JoinTrainer,)):
         type("Right", bases, {})
     monkeypatch.delattr(transformers.Trainer, "_run_epoch")
-    with pytest.raises(ImportError, match=r"has no _run_epoch, which JoinTrainer needs\. Install transformers 5\.23"):
+    with pytest.raises(
+        ImportError, match=r"has no _run_epoch, which JoinTrainer needs\. Install transformers 5\.20 or"
+    ):
         type("Old", (JoinTrainerMixin, transformers.Trainer), {})
 
 

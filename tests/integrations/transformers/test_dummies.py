@@ -43,6 +43,8 @@ def guarded() -> Any:
                 raise ValueError("there is nothing to learn")
             with pytest.raises(JoinError, match=r"Guarded calls accelerator\.gather in a step, .* \[J602\]"):
                 self.accelerator.gather(loss.detach())
+            with pytest.raises(JoinError, match=r"accelerator\.reduce got a value .* \[J725\]"):
+                self.accelerator.reduce(loss.detach())
             return loss
 
     return Guarded

@@ -362,8 +362,8 @@ class Callback:
 
     The hooks, the ``on_...`` methods, do nothing unless overridden. They receive the :class:`Trainer` and its
     :class:`TrainModule`, and run on every rank. All ranks call the hooks of an epoch or a run together, so these may
-    communicate on ``trainer.run.collective``. Hooks of a batch must not, since a rank that is out of data does not call
-    them.
+    communicate, by the module's ``all_gather`` and ``reduce``. Hooks of a batch must not, since a rank that is out of
+    data does not call them.
     """
 
     is_last: ClassVar[bool] = False

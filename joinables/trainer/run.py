@@ -235,6 +235,8 @@ class Run:
 
     snapshots: Snapshots
     """Snapshots of the fit, see ``joinables.trainer.checkpoint``."""
+    apart: str = ""
+    """Current place, if other ranks may not reach it, so that a call which waits for them is refused."""
 
     def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
         self.trainer, self.module, self.task, self.device = trainer, module, task, device
@@ -243,8 +245,6 @@ class Run:
         self.store = MetricStore()
         self.takes_metrics = False
         """Whether metrics may be logged now."""
-        self.apart = ""
-        """Place in the run that other ranks may not reach now, so that a call which waits for them is refused."""
         self.samples = 1
         """The number of samples in the current batch."""
         self.shown: Shown | None = None
@@ -355,7 +355,7 @@ class Run:
                 " Call it in a hook that all ranks run, such as on_train_epoch_end or on_validation_epoch_end, or pass"
                 " the value to self.log. Training steps may call it in all epochs with Trainer(uneven='stop'). [J703]"
             )
-        tensor = torch.as_tensor(value).detach()
+        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
         own = f"{call} of {describe(tensor.dtype, tensor.shape)} on {tensor.device.type}"
         calls: list[str] = self.collective.all_gather_object(own, plain=True)
         if calls.count(own) < len(calls):

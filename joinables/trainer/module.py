@@ -113,11 +113,11 @@ class TrainModule(torch.nn.Module):
         """Called last in a run, even if it raised."""
 
     def results_to_return(self) -> Any:
-        """Return what ``take_results`` gets in the process that started the run; called on rank 0 only.
+        """Return the argument of ``take_results``; called on rank 0 only.
 
         If processes were started for the run, attributes that this module has gained there would be lost otherwise.
-        Return whatever can be pickled, such as numbers, lists and tensors; tensors arrive on the CPU. It is called
-        after the other hooks of the stage, before ``teardown``, and must not communicate.
+        The result can be anything that pickle supports, such as numbers, lists and tensors. Tensors arrive on the CPU.
+        The hook is called after the other hooks of the stage, before ``teardown``, and must not communicate.
         """
 
     def take_results(self, results: Any) -> None:
@@ -397,7 +397,7 @@ class Callback:
         """Called when a run raises; must not communicate."""
 
     def results_to_return(self, trainer: Any, module: TrainModule) -> Any:
-        """Return what ``take_results`` gets, as the module's method of that name; called after it."""
+        """Return the argument of ``take_results``; called after the module's ``results_to_return``."""
 
     def take_results(self, trainer: Any, module: TrainModule, results: Any) -> None:
         """Take the result of ``results_to_return``; called after the module's ``take_results``."""

@@ -10,6 +10,7 @@ The order of collectives, on every rank::
                    with uneven="stop" and unknown lengths, a vote before each batch: does every rank have another one?
                one object all-gather each: the metrics of the epoch, of its validation, of each hook at its end
                checkpoints at its end: see joinables.trainer.checkpoint
+    a hook     all_gather or reduce of the module, if called: one object all-gather, and an all-gather or all-reduce
 
 Within a block, a rank that accumulates k batches runs one synchronised backward for every k batches, and one for the
 remainder at its end. So the n-th synchronised backward of one rank meets the n-th of every other rank.

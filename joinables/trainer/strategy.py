@@ -374,9 +374,9 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
     """
     if isinstance(strategy, Strategy):
         return strategy
-    if strategy in _REFUSED.keys() - _registry.keys():
+    if strategy not in _registry and (reason := _REFUSED.get(strategy)):
         #: "Other backends" on the page "Training without writing a loop" has the reasons.
-        raise ValueError(f"strategy={strategy!r} is not supported. {_REFUSED[strategy]}. [J702]")
+        raise ValueError(f"strategy={strategy!r} is not supported. {reason}. [J702]")
     if strategy not in _registry:
         raise ValueError(f"strategy={strategy!r} is unknown. Use one of {', '.join(strategies())}. [J266]")
     return _registry[strategy][0]()

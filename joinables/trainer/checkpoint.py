@@ -41,6 +41,7 @@ import torch
 
 from join.files import replacing, save
 from joinables._torch.objects import mark_stepped
+from joinables.modules import replaced
 from joinables.trainer.metrics import MetricStore
 from joinables.trainer.run import Run
 
@@ -69,8 +70,9 @@ def take(run: Run, active: bool) -> dict[str, Any] | None:
         "metrics": dict(run.trainer.metrics),
         "ranks": parts,
     }
-    run.module.on_save_checkpoint(state)
-    run.call("on_save_checkpoint", state)
+    with replaced(run, "apart", "on_save_checkpoint"):
+        run.module.on_save_checkpoint(state)
+        run.call("on_save_checkpoint", state)
     return state
 
 

@@ -62,7 +62,7 @@ from torch.distributed.distributed_c10d import BackendConfig
 from typing_extensions import override
 
 from join import JoinTimeoutError, PeerError
-from join.collectives import collective_of
+from join.collectives._torch_private import let_go_before_exit
 from join.collectives.broken import is_broken
 from join.collectives.store import fresh_store, job_of, local_store
 from join.collectives.timeouts import TIMEOUTS
@@ -604,9 +604,10 @@ def _as_rank(
             f"The default process group ({found}) contradicts the launch ({wanted}). Create the group with the ranks"
             " and the backend of the launch, or let the launch create it. [J048]"
         )
-    # The collective is held until the end, and with it the group. After the group is destroyed, one of its threads may
-    # still be clearing the callback of a comm hook, and that thread must not free the group.
-    collective = collective_of(None)
+    # After the group is destroyed, one of its threads may still be clearing the callback of a comm hook. That thread
+    # must not free the group, so it is held until the end.
+    group: Any = dist.group.WORLD
+    let_go_before_exit(group)
     result = fn(*args)
     if dist.is_initialized():  # fn may have destroyed it
         # If a rank takes its group down while others still use theirs, a gloo thread may abort those ranks. But the
@@ -616,7 +617,7 @@ def _as_rank(
             store.wait([f"done/{rank}" for rank in range(place.world_size)], timedelta(seconds=TIMEOUTS.end))
         if made:
             dist.destroy_process_group()
-    del collective
+    del group
     return result
 
 

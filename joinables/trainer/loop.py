@@ -10,6 +10,7 @@ The order of collectives, on every rank::
                    with uneven="stop" and unknown lengths, a vote before each batch: does every rank have another one?
                one object all-gather each: the metrics of the epoch, of its validation, of each hook at its end
                checkpoints at its end: see joinables.trainer.checkpoint
+    a hook     all_gather or reduce of the module, if called: one object all-gather, and an all-gather or all-reduce
 
 Within a block, a rank that accumulates k batches runs one synchronised backward for every k batches, and one for the
 remainder at its end. So the n-th synchronised backward of one rank meets the n-th of every other rank.
@@ -27,7 +28,7 @@ import torch
 
 from join.batch import map_tensors
 from join.transfer import broadcast_tree
-from joinables.modules import keeping_modes
+from joinables.modules import keeping_modes, replaced
 from joinables.trainer import checkpoint, rng
 from joinables.trainer.data import Plan, gather_on_first, known_length, sampler_of, share
 from joinables.trainer.metrics import monitored
@@ -195,12 +196,14 @@ class Fit(Run):
             self.trainer,
             self.snapshots,
         ]
-        with self.trainer.strategy.block(
+        block = self.trainer.strategy.block(
             listed,
             enable=not even or is_weighted,
             throw=uneven == "error",
             transform_gradients=self._prepare_gradients,
-        ):
+        )
+        apart = "" if even or vote else "an epoch in which ranks may have different numbers of batches"
+        with replaced(self, "apart", apart), block:
             finished = self._train_batches(plan.shortest if uneven == "stop" else None, vote=vote)
             self.samples = 0  # values that this rank logs while it shadows others weigh nothing
         return finished
@@ -308,15 +311,16 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
         getattr(module, f"on_{name}_start")()
         getattr(module, f"on_{name}_epoch_start")()
         samples = SampleCounter(module, local)
-        for index, batch in enumerate(rng.iterate(local)):
-            batch = run.take(batch, samples(batch, index))
-            getattr(module, f"on_{name}_batch_start")(batch, index)
-            with run.autocast():
-                output = getattr(module, f"{name}_step")(batch, index)
-            getattr(module, f"on_{name}_batch_end")(output, batch, index)
-            run.call("on_evaluation_batch_end", output, batch, index, stage)
-            if stage == "predict":
-                outputs.append(map_tensors(_on_cpu, output))
+        with replaced(run, "apart", f"a batch of {name}"):
+            for index, batch in enumerate(rng.iterate(local)):
+                batch = run.take(batch, samples(batch, index))
+                getattr(module, f"on_{name}_batch_start")(batch, index)
+                with run.autocast():
+                    output = getattr(module, f"{name}_step")(batch, index)
+                getattr(module, f"on_{name}_batch_end")(output, batch, index)
+                run.call("on_evaluation_batch_end", output, batch, index, stage)
+                if stage == "predict":
+                    outputs.append(map_tensors(_on_cpu, output))
         run.samples = 1
         getattr(module, f"on_{name}_epoch_end")()
         metrics = run.reduce_metrics()

@@ -20,7 +20,9 @@ The order of calls (``*`` is ``validation``, ``test`` or ``predict``)::
       a batch       on_*_batch_start, *_step, on_*_batch_end
     on_*_epoch_end, on_*_end
 
+    results_to_return on rank 0
     teardown
+    take_results      on rank 0, in the process that called fit
 
 The annotation of ``trainer`` is ``Any``, since the file that defines ``Trainer`` imports this one.
 """
@@ -109,6 +111,20 @@ class TrainModule(torch.nn.Module):
 
     def teardown(self, stage: str) -> None:
         """Called last in a run, even if it raised."""
+
+    def results_to_return(self) -> Any:
+        """Return the argument of ``take_results``; called on rank 0 only.
+
+        If processes were started for the run, attributes that this module has gained there would be lost otherwise.
+        The result can be anything that pickle supports, such as numbers, lists and tensors. Tensors arrive on the CPU.
+        The hook is called after the other hooks of the stage, before ``teardown``, and must not communicate.
+        """
+
+    def take_results(self, results: Any) -> None:
+        """Take the result of ``results_to_return``; called last, on rank 0, when the weights are loaded.
+
+        It is called in the process that called ``fit``, whether that process has trained or has started others.
+        """
 
     def on_train_start(self) -> None:
         """Called before the first epoch of a fit."""
@@ -250,6 +266,41 @@ class TrainModule(torch.nn.Module):
         for name, value in metrics.items():
             self.log(name, value, prog_bar, **options)
 
+    def all_gather(self, tensor: torch.Tensor | float) -> torch.Tensor:
+        """Return the tensors of all ranks, without grad.
+
+        All ranks call it: in hooks of a run or an epoch, and in ``configure_optimizers``. In training steps, and hooks
+        of a training batch, it is an error if ranks may have different numbers of batches in the epoch, unless the
+        trainer has ``uneven="stop"``. In other batches, ``prepare_data`` and ``on_save_checkpoint`` it is an error if
+        there is more than one rank.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks, or a number.
+
+        Returns:
+            A tensor of shape ``(ranks, *tensor.shape)``, in rank order. With a single process, ``ranks`` is 1.
+
+        Raises:
+            RuntimeError: If other ranks may not call it. Nothing is sent.
+            ValueError: On all ranks, if their shapes, dtypes or types of devices differ.
+        """
+        return self.trainer.run.gather(tensor)
+
+    def reduce(self, tensor: torch.Tensor | float, op: Reduction = "mean") -> torch.Tensor:
+        """Return the reduction of a tensor over all ranks, without grad; ``tensor`` itself stays as it is.
+
+        All ranks have the same weight, whatever their numbers of samples. :meth:`log` weighs values by samples.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks, or a number. For the places where you can call
+                this, and for the errors, see :meth:`all_gather`.
+            op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Means of integers have torch's default dtype.
+
+        Returns:
+            A tensor of the shape of ``tensor``.
+        """
+        return self.trainer.run.reduce(tensor, op)
+
     def optimizers(self) -> Any:
         """Return the optimizer of the run, or a list if it has several."""
         return _one_or_all(self.trainer.run.optimizers)
@@ -311,8 +362,8 @@ class Callback:
 
     The hooks, the ``on_...`` methods, do nothing unless overridden. They receive the :class:`Trainer` and its
     :class:`TrainModule`, and run on every rank. All ranks call the hooks of an epoch or a run together, so these may
-    communicate on ``trainer.run.collective``. Hooks of a batch must not, since a rank that is out of data does not call
-    them.
+    communicate, by the module's ``all_gather`` and ``reduce``. Hooks of a batch must not, since a rank that is out of
+    data does not call them.
     """
 
     is_last: ClassVar[bool] = False
@@ -344,6 +395,12 @@ class Callback:
 
     def on_exception(self, trainer: Any, module: TrainModule, error: BaseException) -> None:
         """Called when a run raises; must not communicate."""
+
+    def results_to_return(self, trainer: Any, module: TrainModule) -> Any:
+        """Return the argument of ``take_results``; called after the module's ``results_to_return``."""
+
+    def take_results(self, trainer: Any, module: TrainModule, results: Any) -> None:
+        """Take the result of ``results_to_return``; called after the module's ``take_results``."""
 
     def on_train_start(self, trainer: Any, module: TrainModule) -> None:
         """Called before the first epoch of a fit."""
@@ -384,12 +441,12 @@ class Callback:
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 _NAMES = """
-backward configure_callbacks configure_gradient_clipping configure_model configure_sharded_model lr_scheduler_step
-on_after_backward on_after_batch_transfer on_batch_end on_batch_start on_before_backward on_before_batch_transfer
-on_before_zero_grad on_epoch_end on_epoch_start on_fit_end on_fit_start on_predict_model_eval on_predict_model_train
-on_test_model_eval on_test_model_train on_validation_model_eval on_validation_model_train on_validation_model_zero_grad
-optimizer_step optimizer_zero_grad test_epoch_end test_step_end training_epoch_end training_step_end
-transfer_batch_to_device validation_epoch_end validation_step_end
+add_to_queue backward configure_callbacks configure_gradient_clipping configure_model configure_sharded_model
+get_from_queue lr_scheduler_step on_after_backward on_after_batch_transfer on_batch_end on_batch_start
+on_before_backward on_before_batch_transfer on_before_zero_grad on_epoch_end on_epoch_start on_fit_end on_fit_start
+on_predict_model_eval on_predict_model_train on_test_model_eval on_test_model_train on_validation_model_eval
+on_validation_model_train on_validation_model_zero_grad optimizer_step optimizer_zero_grad test_epoch_end test_step_end
+training_epoch_end training_step_end transfer_batch_to_device validation_epoch_end validation_step_end
 """
 _UNCALLED = frozenset(_NAMES.split())
 """Methods that Lightning calls on modules and callbacks, and this trainer does not."""

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 import torch
 from typing_extensions import override
@@ -19,6 +19,7 @@ from join import Join
 from join.batch import map_tensors
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
+from join.collectives.base import describe
 from join.joinable import Burst, OnGroup
 from joinables.modules import replaced
 from joinables.trainer import rng
@@ -234,6 +235,8 @@ class Run:
 
     snapshots: Snapshots
     """Snapshots of the fit, see ``joinables.trainer.checkpoint``."""
+    apart: str = ""
+    """Current place, if other ranks may not reach it, so that a call which waits for them is refused."""
 
     def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
         self.trainer, self.module, self.task, self.device = trainer, module, task, device
@@ -263,7 +266,8 @@ class Run:
             prepares: Whether this rank prepares the data of its machine.
         """
         if prepares:
-            self.module.prepare_data()
+            with replaced(self, "apart", "prepare_data"):
+                self.module.prepare_data()
         self.collective.barrier()
         self.call("setup", self.task.stage)
         self.module.setup(self.task.stage)
@@ -322,6 +326,46 @@ class Run:
         if self.shown is not None:
             held = value.detach() if isinstance(value, torch.Tensor) else value
             self.shown.step[name] = Logged(held, to[0], to[2])
+
+    def gather(self, value: Any) -> torch.Tensor:
+        """Return a tensor of each rank, stacked; arguments as of ``TrainModule.all_gather``."""
+        tensor = self._agreed("all_gather", value)
+        return torch.stack(self.collective.all_gather(tensor))
+
+    def reduce(self, value: Any, op: Reduction) -> torch.Tensor:
+        """Return a tensor reduced over all ranks; arguments as of ``TrainModule.reduce``."""
+        if op not in (known := get_args(Reduction)):
+            raise ValueError(f"reduce got {op=}, which is unknown. Pass one of {', '.join(map(repr, known))}. [J705]")
+        tensor = self._agreed(f"reduce with {op=}", value)
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        work = self.collective.all_reduce(total, "sum" if op == "mean" else op)
+        self.collective.finish(work, on_cpu=total.is_cpu)
+        return total / self.collective.world_size if op == "mean" else total
+
+    def _agreed(self, call: str, value: Any) -> torch.Tensor:
+        """Return ``value`` as a tensor if all ranks make this call with the same kind of tensor; one object all-gather.
+
+        Raises:
+            RuntimeError: If other ranks may not make the call. Nothing is sent.
+            ValueError: On all ranks, if their calls differ.
+        """
+        if self.apart and self.collective.world_size > 1:
+            raise RuntimeError(
+                f"self.{call} was called in {self.apart}, where it could wait forever for ranks that do not call it."
+                " Call it in a hook that all ranks run, such as on_train_epoch_end or on_validation_epoch_end, or pass"
+                " the value to self.log. Training steps may call it in all epochs with Trainer(uneven='stop'). [J703]"
+            )
+        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+        own = f"{call} of {describe(tensor.dtype, tensor.shape)} on {tensor.device.type}"
+        calls: list[str] = self.collective.all_gather_object(own, plain=True)
+        if calls.count(own) < len(calls):
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
+            raise ValueError(
+                f"The ranks made different calls ({texts}). Pass tensors of one shape and dtype on all ranks, in the"
+                " same order of calls. To gather objects of any size in a list, call"
+                " self.trainer.strategy.collective.all_gather_object(value). [J704]"
+            )
+        return tensor
 
     def reduce_metrics(self) -> dict[str, float]:
         """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""

@@ -1,6 +1,7 @@
 """Training of a module on the ranks of a run: :class:`Strategy` for one process, :class:`DDPStrategy` for several.
 
-A strategy starts the processes, owns the wrapper around the module, if there is one, and runs backward.
+A strategy starts the processes, makes the collective that connects them, owns the wrapper around the module, if there
+is one, and runs backward.
 
 The wrapper of :class:`DDPStrategy` is DDP around a :class:`joinables.LossGate`, whose forward returns its argument, the
 loss. The training step runs the user's module as it is, and may call any of its methods. Then the loss passes through
@@ -40,28 +41,29 @@ if TYPE_CHECKING:
 class Strategy:
     """Training on the ranks of a run; this base class trains in a single process, without a wrapper.
 
-    One object serves one trainer.
+    One object serves one trainer. To train over ranks that you connect yourself, derive from this class, make
+    ``collective`` in ``setup``, and close it in ``teardown``. To add to torch's, derive from :class:`DDPStrategy`, and
+    set ``collective_of(Mine(torch.distributed.group.WORLD))``, where ``Mine`` derives from ``TorchCollective``.
     """
 
+    collective: Collective
+    """Ranks of the current run, from ``setup`` to ``teardown``."""
     is_distributed: ClassVar[bool] = False
     shards_optimizers: bool = False
     report: JoinReport | None = None
     """Report on the ranks in the last block, which is an epoch."""
 
     def __init__(self) -> None:
-        self._single = SingleCollective()
         self._module = torch.nn.Module()  # the module that is trained
         self._unit = self._window = 0.0  # the window's first weight, and the sum of its weights divided by the first
 
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
         """Run ``fn(*args)`` on all ranks and return rank 0's result."""
-        self._single = SingleCollective()
         return fn(*args)
 
-    @property
-    def collective(self) -> Collective:
-        """Ranks of the run."""
-        return collective_of(None) if self.is_distributed else self._single
+    def setup(self) -> None:
+        """Make ``collective``; called first in a run, on all ranks."""
+        self.collective = SingleCollective()
 
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
         """Wrap ``module`` for training; if this strategy has wrapped it already, for the same parameters, do nothing.
@@ -122,8 +124,13 @@ class Strategy:
             self._window = 0.0
 
     def teardown(self) -> None:
-        """Drop the wrapper and its buckets, if there are any."""
+        """Take down ``collective``, and drop the wrapper and its buckets, if there are any.
+
+        It is called last in a run, on all ranks, even if the run raised. The other ranks may be gone then, so it must
+        not wait for them.
+        """
         self._module = torch.nn.Module()
+        del self.collective
 
     def state_dict(self) -> dict[str, bool]:
         """Return whether each parameter requires grad, for ranks that were out of data when a step changed that."""
@@ -183,6 +190,10 @@ class DDPStrategy(Strategy):
         if accelerator != "cpu":
             backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
         return Launcher(world_size, start_method=self.start_method, backend=backend).launch(fn, *args)
+
+    @override
+    def setup(self) -> None:
+        self.collective = collective_of(None)
 
     @override
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
@@ -339,6 +350,22 @@ def strategies() -> dict[str, str]:
     return {name: description for name, (_, description) in sorted(_registry.items())}
 
 
+_OWN = "Derive a Strategy that makes a Collective of its own in setup, or write a loop in a Join block"
+_FSDP = (
+    "FSDP communicates inside a training step, so ranks without data would run your step on dummy batches. Write a loop"
+    " over join.iterate, which does that"
+)
+_XLA = f"torch_xla compiles its collectives into programs for a device that the tests of joinables do not have. {_OWN}"
+_REFUSED = {
+    "horovod": f"Horovod does not build against the supported versions of torch. {_OWN}, under horovodrun",
+    "xla": _XLA,
+    "tpu": _XLA,
+    "fsdp": _FSDP,
+    "fsdp2": _FSDP,
+}
+"""Names of strategies of other trainers that this one does not have: the reason, and what to do instead."""
+
+
 def strategy_of(strategy: str | Strategy) -> Strategy:
     """Return ``strategy``, or a new one if it is a registered name.
 
@@ -347,6 +374,9 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
     """
     if isinstance(strategy, Strategy):
         return strategy
+    if strategy not in _registry and (reason := _REFUSED.get(strategy)):
+        #: "Other backends" on the page "Training without writing a loop" has the reasons.
+        raise ValueError(f"strategy={strategy!r} is not supported. {reason}. [J702]")
     if strategy not in _registry:
         raise ValueError(f"strategy={strategy!r} is unknown. Use one of {', '.join(strategies())}. [J266]")
     return _registry[strategy][0]()

@@ -26,7 +26,7 @@ from join import JoinReport
 from join.collectives._torch_private import pytree
 from join.files import temporary_folder
 from join.options import check_loader
-from joinables.modules import keeping_modes
+from joinables.modules import keeping_modes, replaced
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
@@ -272,7 +272,7 @@ class Trainer(TrainerState):
             seed = order_seed(loaders.get("train_loader"), self.seed)
             task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
             try:
-                result, state, home = self.strategy.launch(
+                result, state, home, extras = self.strategy.launch(
                     self.world_size, self._accelerator, work, self, module, loaders, task
                 )
             except BaseException:
@@ -292,6 +292,10 @@ class Trainer(TrainerState):
             kept = {name: value for name, value in state.items() if name != "module"}
             # The tensors are copied, since the optimizer of the next fit would change them.
             self._last_state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept)
+        if extras is not None:
+            module.take_results(extras[0])
+            for callback in self.callbacks:
+                callback.take_results(self, module, extras[1].get(callback.state_key))
         return result
 
     def _begin(self, module: TrainModule) -> None:
@@ -481,11 +485,13 @@ class Outcome(NamedTuple):
         result: The result.
         state: The snapshot of a fit on rank 0.
         home: The weights, the random state and the folder for files, if another process asked for them.
+        extras: The results of the hook ``results_to_return`` on rank 0: the module's, and a dict with the callbacks'.
     """
 
     result: Result
     state: dict[str, Any] | None
     home: dict[str, Any] | None
+    extras: tuple[Any, dict[str, Any]] | None
 
     def lost(self, error: Exception) -> None:
         """Keep the trained weights, since the outcome cannot be sent."""
@@ -495,12 +501,15 @@ class Outcome(NamedTuple):
 
 def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Outcome:
     """Do one rank's part of a run; called on all ranks."""
-    device = trainer.device_of(trainer.strategy.collective.rank)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device)
+    strategy = trainer.strategy
+    strategy.setup()
+    device = trainer.device_of(strategy.collective.rank)
     try:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
         return _work(trainer, module, loaders, task, device)
     finally:
+        strategy.teardown()
         with suppress(RuntimeError):  # an error of the device says the same, and is on its way
             release(module, device)
 
@@ -513,7 +522,7 @@ def _work(
         rng.start_from(task.random)
     run = (Fit if task.stage == "fit" else Run)(trainer, module, task, device)
     outputs: dict[str, Any] = {}
-    state: dict[str, Any] | None = None
+    state = extras = None
     trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
     try:
         with keeping_modes(module), _calling_callbacks(run):
@@ -527,6 +536,11 @@ def _work(
                 if task.saved is not None:
                     module.load_state_dict(task.saved["module"])
                 outputs["metrics"], outputs["predictions"] = evaluate(run, loaders["loader"], task.stage)
+            if run.collective.rank == 0:
+                with replaced(run, "apart", "results_to_return"):
+                    own = module.results_to_return()
+                    others = {each.state_key: each.results_to_return(trainer, module) for each in trainer.callbacks}
+                extras = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (own, others))
     except Exception as error:
         if isinstance(run, Fit) and run.is_trained and not is_at_home and run.collective.rank == 0:
             keep(error, state or weights_only(module, trainer), trainer.default_root_dir)
@@ -535,7 +549,6 @@ def _work(
         if isinstance(run, Fit):
             run.end()
         trainer._run = module._trainer = None  # pyright: ignore[reportPrivateUsage]
-        trainer.strategy.teardown()
     result = Result(
         stage=task.stage,
         **trainer.state_dict(),
@@ -545,9 +558,10 @@ def _work(
         **outputs,
     )
     if is_at_home or run.collective.rank != 0:
-        return Outcome(result, state, None)
+        return Outcome(result, state, None, extras)
     weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
-    return Outcome(result, state, {"module": weights, "random": rng.capture(), "folder": trainer.default_root_dir})
+    home = {"module": weights, "random": rng.capture(), "folder": trainer.default_root_dir}
+    return Outcome(result, state, home, extras)
 
 
 @contextmanager
@@ -558,6 +572,7 @@ def _calling_callbacks(run: Run) -> Generator[None]:
         run.takes_metrics = run.task.stage != "predict"
         yield
     except BaseException as error:
+        run.apart = "a run that has raised an error"
         try:
             run.call("on_exception", error)
         except Exception:  # the exception of the run says more

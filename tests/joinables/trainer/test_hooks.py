@@ -15,6 +15,7 @@ from tests.pool import Pool
 
 HOOKS = {name for name in vars(TrainModule) if name.startswith("on_") and "checkpoint" not in name}
 HOOKS |= {"prepare_data", "setup", "teardown", "training_step", "validation_step", "test_step", "predict_step"}
+HOOKS |= {"results_to_return", "take_results"}
 
 
 class Notes(Classifier):
@@ -56,9 +57,9 @@ def test_hooks_are_called_in_order() -> None:
     step = ["on_before_optimizer_step"]
     batches = ["on_train_batch_start", "training_step", "on_train_batch_end"]
     accumulated = [*batches, *batches[:2], *step, batches[2]]
-    begins = ["prepare_data", "setup"]
+    begins, ends = ["prepare_data", "setup"], ["results_to_return", "teardown", "take_results"]
     training = [*begins, "on_train_start", "on_train_epoch_start", *accumulated, *batches[:2], *step, batches[2]]
-    expected = [*training, *evaluation("validation", 2), "on_train_epoch_end", "on_train_end", "teardown"]
+    expected = [*training, *evaluation("validation", 2), "on_train_epoch_end", "on_train_end", *ends]
     module = Notes()
     run = Trainer(accumulate_grad_batches=2)
     run.fit(module, loader(12, 4), loader(8, 4))
@@ -68,7 +69,7 @@ def test_hooks_are_called_in_order() -> None:
     module.notes.clear()
     run.test(module, loader(4, 4))
     run.predict(module, loader(4, 4))
-    stages = [[*begins, *evaluation(name, 1), "teardown"] for name in ("test", "predict")]
+    stages = [[*begins, *evaluation(name, 1), *ends] for name in ("test", "predict")]
     assert module.notes == [(name, name in expected, name in expected) for names in stages for name in names]
 
 
@@ -78,12 +79,15 @@ def test_no_hook_is_left_out_in_processes_that_are_started() -> None:
     for ranks in (1, 2):
         brings = Brings()
         run = Trainer(devices=ranks, accelerator="cpu", callbacks=brings)
-        run.fit(Notes(), loader(12 * ranks, 4), loader(8 * ranks, 4))
-        fitted = brings.notes
-        run.predict(Notes(), loader(4 * ranks, 4))
-        notes.append((fitted, brings.notes))
+        fitted, predicted = Notes(), Notes()
+        run.fit(fitted, loader(12 * ranks, 4), loader(8 * ranks, 4))
+        of_fit = brings.notes
+        run.predict(predicted, loader(4 * ranks, 4))
+        here = [[], []] if ranks == 1 else [fitted.notes, predicted.notes]
+        notes.append([of_fit + here[0], brings.notes + here[1]])
     assert notes[0] == notes[1]
     assert {"prepare_data", "setup", "on_train_start", "teardown"} < {name for name, _, _ in notes[1][0]}
+    assert [name for name, _, _ in notes[1][0][-3:]] == ["results_to_return", "teardown", "take_results"]
 
 
 class SetsUp(Classifier):
@@ -196,6 +200,10 @@ class Elsewhere(Classifier):
     def on_fit_start(self) -> None: ...
 
 
+class Queues(Classifier):
+    def add_to_queue(self, queue: Any) -> None: ...
+
+
 class Validates(Classifier):
     def val_dataloader(self) -> Any: ...
 
@@ -210,6 +218,7 @@ class ByHand(Classifier):
     ("module", "loaders", "text"),
     [
         (Elsewhere(), (), r"Elsewhere has hooks .* not call: on_fit_start\. Move their statements"),
+        (Queues(), (), "Queues has hooks .* add_to_queue"),
         (Validates(), (), "Validates has hooks .* val_dataloader"),
     ],
 )

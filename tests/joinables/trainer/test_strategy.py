@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 
 def wraps_once(rank: int) -> None:
     strategy = InPlace()
+    strategy.setup()
     module = Classifier()
     strategy.wrap(module, CPU, several_backwards=False)
     first = strategy.ddp

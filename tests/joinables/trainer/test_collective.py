@@ -1,0 +1,276 @@
+"""A strategy makes the collective of a run and takes it down, and may bring one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from join import Burst, Join
+from join.collectives import Collective, ReduceOp, TorchCollective, Work, collective_of
+from join.collectives.board import Board, StoreBoard
+from join.joinable import OnGroup
+from joinables.trainer import DDPStrategy, Strategy, Trainer
+from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.ranks import trainer
+from tests.models import TOLERANCE, assert_same, flat_state
+from tests.pool import Pool
+
+OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class Own(Collective):
+    """The least that a library with collectives of its own needs, here over public functions of torch."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.operations, self.is_open = 0, True
+
+    @override
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        self.operations += 1
+        return dist.all_reduce(tensor, OPS[op], async_op=True)  # pyright: ignore[reportReturnType]
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        return dist.broadcast(tensor, source, async_op=True)  # pyright: ignore[reportReturnType]
+
+    @override
+    def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
+        return dist.all_gather(list(outputs), tensor, async_op=True)  # pyright: ignore[reportReturnType]
+
+    @override
+    def board(self) -> Board:
+        return StoreBoard(self.rank, self.world_size, dist.distributed_c10d._get_default_store())
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class Gradients(OnGroup, Burst):
+    """Means of the gradients over the batches of all ranks."""
+
+    def __init__(self, collective: Collective, module: torch.nn.Module) -> None:
+        super().__init__(collective)
+        self.collective, self.parameters = collective, list(module.parameters())
+
+    def average(self, weight: float) -> None:
+        Join.notify_join_context(self)
+        total = self.sum(weight)
+        means = total[:-1].split([parameter.numel() for parameter in self.parameters])
+        for parameter, mean in zip(self.parameters, means, strict=True):
+            parameter.grad = mean.view_as(parameter) / total[-1]
+
+    @override
+    def main_hook(self) -> None:
+        self.sum(0.0)
+
+    @override
+    def synchronise(self, source: int) -> None:
+        for parameter in self.parameters:
+            self.collective.finish(self.collective.broadcast(parameter.data, source))
+
+    def sum(self, weight: float) -> torch.Tensor:
+        own = [p.grad if weight and p.grad is not None else torch.zeros_like(p) for p in self.parameters]
+        total = torch.cat([*(weight * gradient.flatten() for gradient in own), torch.tensor([weight])])
+        self.collective.finish(self.collective.all_reduce(total))
+        return total
+
+
+class OverOwn(Strategy):
+    """Trains in processes that run already, without a wrapper of torch's."""
+
+    is_distributed = True
+    collective: Own  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @override
+    def setup(self) -> None:
+        self.collective = self.last = Own()
+
+    @override
+    def wrap(self, module: torch.nn.Module, device: torch.device, **options: Any) -> None:
+        super().wrap(module, device, **options)
+        self.gradients = Gradients(self.collective, module)
+
+    @override
+    @contextlib.contextmanager
+    def block(self, listed: Sequence[Any], *, enable: bool, throw: bool, **_: Any) -> Generator[None]:
+        with Join([self.gradients, *listed, self], enable, throw) as join:
+            yield
+        self.report = join.report
+
+    @override
+    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
+        loss.backward(**options)
+        self.gradients.average(1.0 if weight is None else weight)
+
+    @override
+    def teardown(self) -> None:
+        self.collective.close()
+        super().teardown()
+
+
+class Raises(Classifier):
+    def on_train_end(self) -> None:
+        raise KeyError("after training")
+
+
+def over_own(rank: int, kind: type[Classifier]) -> Any:
+    strategy, module = OverOwn(), kind()
+    with contextlib.suppress(KeyError):
+        Trainer(strategy=strategy, devices=3, accelerator="cpu", max_epochs=2).fit(module, loader(27, 4))
+    is_open = strategy.last.is_open or hasattr(strategy, "collective")
+    return flat_state(module.state_dict()), strategy.last.operations, is_open
+
+
+@pytest.mark.parametrize("kind", [Classifier, Raises])
+def test_a_collective_of_ones_own(pool: Pool, kind: type[Classifier]) -> None:
+    """Uneven data on three ranks are trained exactly, and the collective is closed, even if the fit raises."""
+    module = Classifier()
+    trainer(max_epochs=2).fit(module, loader(27, 12))
+    for state, operations, is_open in pool.run(over_own, kind, ranks=3):
+        assert_same(state, flat_state(module.state_dict()), TOLERANCE)
+        assert operations > 10 and not is_open
+
+
+class Counting(TorchCollective):
+    """Torch's ranks, and the number of their all-reduces."""
+
+    operations = 0
+
+    @override
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        self.operations += 1
+        return super().all_reduce(tensor, op)
+
+
+class OverCounting(DDPStrategy):
+    """DDP whose block, metrics and votes are on a collective of one's own."""
+
+    closed: Path  # a file
+
+    @override
+    def setup(self) -> None:
+        self.collective = collective_of(Counting(cast("Any", dist.group.WORLD)))
+
+    @override
+    def teardown(self) -> None:
+        assert collective_of(None) is self.collective, "there is no other for this group"
+        with self.closed.open("a") as file:
+            file.write(f"{self.collective.rank} closed after {cast('Any', self.collective).operations}\n")
+        super().teardown()
+
+
+@pytest.mark.parametrize("kind", [Classifier, Raises])
+def test_torchs_collective_with_more(tmp_path: Path, kind: type[Classifier]) -> None:
+    strategy, module, alone = OverCounting(), kind(), Classifier()
+    strategy.closed = tmp_path / "closed"
+    with contextlib.suppress(KeyError) if kind is Raises else contextlib.nullcontext():
+        Trainer(strategy=strategy, devices=2, accelerator="cpu", default_root_dir=tmp_path).fit(module, loader(12, 4))
+        Trainer(devices=1).fit(alone, loader(12, 8))
+        assert_same(flat_state(module.state_dict()), flat_state(alone.state_dict()), TOLERANCE)
+    lines = strategy.closed.read_text().splitlines()
+    assert sorted(line[:2] for line in lines) == ["0 ", "1 "]
+    assert all(int(line.split()[-1]) > 2 for line in lines)
+
+
+class Exchanges(Classifier):
+    """Calls a collective of the module's in a hook or a step; notes what came."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.found = where, list[Any]()
+
+    def exchange(self) -> None:
+        rank = self.global_rank
+        own = torch.tensor([[1.0, rank]], requires_grad=True)
+        gathered = self.all_gather(own)
+        assert not gathered.requires_grad and gathered[rank].equal(own)
+        reduced = [self.reduce(own, op).tolist() for op in ("mean", "sum", "min", "max")]
+        self.found.append((tuple(gathered.shape), reduced, self.reduce(rank).item(), own.tolist()))
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == super().__getattribute__("__dict__").get("where"):
+            super().__getattribute__("exchange")()
+        return super().__getattribute__(name)
+
+
+def exchanges(rank: int, where: str, data: Any, options: Any = None) -> Any:
+    module = Exchanges(where)
+    trainer(**(options or {})).fit(module, loader(data, 4) if isinstance(data, int) else data, loader(6, 4))
+    return module.found
+
+
+TOGETHER = ["setup", "configure_optimizers", "on_train_start", "on_train_epoch_start", "on_validation_epoch_end"]
+TOGETHER += ["on_train_epoch_end", "on_train_end", "teardown"]
+
+
+@pytest.mark.parametrize("where", TOGETHER)
+def test_collectives_of_the_module_in_hooks_that_all_ranks_call(pool: Pool, where: str) -> None:
+    """The third rank has no data."""
+    for rank, found in enumerate(pool.run(exchanges, where, 6, ranks=3)):
+        reduced = [[[1.0, 1.0]], [[3.0, 3.0]], [[1.0, 0.0]], [[1.0, 2.0]]]
+        assert found == [((3, 1, 2), reduced, 1.0, [[1.0, float(rank)]])]
+    assert exchanges(0, where, 6) == [((1, 1, 2), [[[1.0, 0.0]]] * 4, 0.0, [[1.0, 0.0]])]
+
+
+APART = ["training_step", "on_before_optimizer_step", "on_train_batch_end", "validation_step", "prepare_data"]
+APART += ["on_save_checkpoint", "results_to_return"]
+
+
+@pytest.mark.parametrize("where", APART)
+def test_collectives_of_the_module_where_other_ranks_do_not_call(tmp_path: Path, where: str) -> None:
+    """The third rank has no data. It does not wait for the others, which say where they were called."""
+    with pytest.raises(RuntimeError, match=r"self\.all_gather was called in .*\[J703\]"):
+        run = Trainer(devices=3, accelerator="cpu", default_root_dir=tmp_path)
+        run.fit(Exchanges(where), loader(6, 4), loader(6, 4))
+    assert exchanges(0, where, 6) is not None
+
+
+class Stream:
+    """Of unknown length; the third rank has one batch, and the others two."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader(8 if dist.get_rank() < 2 else 4, 4))
+
+
+STOP = {"uneven": "stop"}
+EVEN = {"even": (12, {}), "weighted": (11, {}), "stop": (13, STOP), "stop, of unknown length": (Stream(), STOP)}
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_collectives_of_the_module_in_steps_that_all_ranks_make(pool: Pool, name: str) -> None:
+    data, options = EVEN[name]
+    for found in pool.run(exchanges, "training_step", data, options, ranks=3):
+        assert [shape for shape, *_ in found] == [(3, 1, 2)]
+
+
+class Differs(Classifier):
+    def on_train_start(self) -> None:
+        calls: list[Any] = [lambda: self.all_gather(torch.ones(2)), lambda: self.all_gather(torch.ones(3))]
+        calls.append(lambda: self.reduce(torch.ones(2), "max"))
+        calls[self.global_rank]()
+
+
+def differs(rank: int) -> str:
+    with pytest.raises(ValueError, match="different calls") as caught:
+        trainer().fit(Differs(), loader(4, 4))
+    return str(caught.value)
+
+
+def test_calls_that_differ_are_an_error_on_every_rank(pool: Pool) -> None:
+    (text,) = set(pool.run(differs, ranks=3))
+    assert "rank 1: all_gather of float32[3] on cpu; rank 2: reduce with op='max' of float32[2]" in text
+
+
+def test_a_reduction_that_is_unknown() -> None:
+    module = Classifier()
+    module.setup = lambda stage: module.reduce(1.0, "avg")  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    with pytest.raises(ValueError, match=r"op='avg'.* Pass one of 'mean', 'sum', 'min', 'max'\. \[J705\]"):
+        Trainer().fit(module, loader(4, 4))

@@ -1,0 +1,96 @@
+"""What a module and its callbacks gain in a run comes home to the process that called."""
+
+from __future__ import annotations
+
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from joinables.trainer import Callback, NotPicklable, Trainer
+from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.ranks import trainer
+from tests.pool import Pool
+
+
+class Gains(Classifier):
+    """Gains an attribute in a hook, and fails with its results in a way, if it is one of these."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__()
+        self.fails, self.steps = fails, list[Any]()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.gained = torch.full((50_000,), float(self.global_step))
+
+    def results_to_return(self) -> Any:
+        if self.fails == "raises":
+            raise KeyError(self.fails)
+        gained = (lambda: None) if self.fails == "cannot be pickled" else getattr(self, "gained", None)
+        return {"gained": gained, "rank": self.global_rank}
+
+    def take_results(self, results: Any) -> None:
+        if self.fails == "at home":
+            raise KeyError(self.fails)
+        self.taken = results
+
+
+class Counts(Callback):
+    """Counts batches, without a state_dict."""
+
+    count = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+
+    def results_to_return(self, trainer: Any, module: Any) -> Any:
+        return self.count
+
+    def take_results(self, trainer: Any, module: Any, results: Any) -> None:
+        assert "taken" in vars(module) and trainer.global_step == 2
+        self.taken = results
+
+
+def assert_taken(module: Gains, counts: Counts) -> None:
+    assert module.taken["gained"].equal(torch.full((50_000,), 2.0)) and module.taken["rank"] == 0
+    assert counts.taken == 2
+
+
+@pytest.mark.parametrize(("devices", "strategy"), [(1, "auto"), (2, "ddp"), (2, "ddp_fork")])
+def test_results_come_home(monkeypatch: pytest.MonkeyPatch, devices: int, strategy: str) -> None:
+    """In the one tuple of the launch, as long as they are."""
+    module, counts, get, got = Gains(), Counts(), SimpleQueue.get, list[Any]()
+    monkeypatch.setattr(SimpleQueue, "get", lambda self: got.append(get(self)) or got[-1])
+    run = Trainer(devices=devices, strategy=strategy, accelerator="cpu", callbacks=counts)
+    run.fit(module, loader(12 if devices == 1 else 18, 6))  # of two ranks, the second has one batch less
+    assert_taken(module, counts)
+    assert got == [("result",)] * (devices - 1)
+    run.validate(module, loader(6))
+    assert module.taken["rank"] == 0
+
+
+def in_place(rank: int) -> Any:
+    module, counts = Gains(), Counts()
+    trainer(callbacks=counts).fit(module, loader(18, 6))
+    if rank == 0:
+        assert_taken(module, counts)
+    return hasattr(module, "taken")
+
+
+def test_under_a_launcher_rank_0_has_them(pool: Pool) -> None:
+    assert pool.run(in_place, ranks=2) == [True, False]
+
+
+@pytest.mark.parametrize("fails", ["raises", "cannot be pickled", "at home"])
+def test_a_failure_with_results_loses_nothing(tmp_path: Path, fails: str) -> None:
+    alone, module = Classifier(), Gains(fails)
+    Trainer(devices=1).fit(alone, loader(6))
+    run = Trainer(devices=2, default_root_dir=tmp_path)
+    with pytest.raises((KeyError, NotPicklable)):
+        run.fit(module, loader(6))
+    if fails == "at home":
+        assert run.save_checkpoint(tmp_path / "trained-after.ckpt")
+    (file,) = tmp_path.glob("trained-*.ckpt")
+    torch.testing.assert_close(torch.load(file, weights_only=True)["module"], dict(alone.state_dict()))

@@ -68,7 +68,7 @@ from join.collectives.store import fresh_store, job_of, local_store
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import add_note, described
 from join.files import replacing, save, temporary_folder
-from joinables.trainer import settings
+from joinables.trainer import output, settings
 from joinables.trainer.accelerator import used_accelerator
 
 StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
@@ -135,6 +135,8 @@ class Launcher:
             two, each worker imports the main script, so start the run under ``if __name__ == "__main__"``.
         backend: The backend of the process group.
         timeout: The timeout of the process group's collectives; torch's by default.
+        worker_logs: The folder for the output of the processes that this launcher starts; ``None`` to write where this
+            process writes. Each line of a rank other than 0 then begins with the rank.
 
     Raises:
         ValueError: If ``world_size`` is not positive or is not the number of processes that were started, or if
@@ -148,6 +150,7 @@ class Launcher:
         start_method: StartMethod = "spawn",
         backend: str = "gloo",
         timeout: timedelta | None = None,
+        worker_logs: Path | None = None,
     ) -> None:
         self._environment = launcher_of(world_size)
         started = world_size if self._environment is None else self._environment.place.world_size
@@ -160,6 +163,7 @@ class Launcher:
         self._world_size = world_size
         self._start_method: StartMethod = start_method
         self._options = {"backend": backend, "timeout": timeout}
+        self._worker_logs = worker_logs
 
     def launch(self, fn: Callable[..., _T], *args: Any) -> _T:
         """Run ``fn(*args)`` on all ranks, with the default process group set up.
@@ -206,6 +210,8 @@ class Launcher:
                 " start_method='spawn', or do not use the GPU before the launch. [J500]"
             )
         threads = min(torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // ranks))
+        if self._worker_logs is not None:
+            output.create(self._worker_logs, ranks)
         with temporary_folder() as name, socket.create_server((_LOOPBACK, 0)) as listening:
             folder = Path(name)
             if not forks and _needs_fork((fn, args, settings.capture()), folder / "call"):
@@ -223,7 +229,8 @@ class Launcher:
             start_method = "fork" if forks else self._start_method
             results = multiprocessing.get_context(start_method).SimpleQueue()
             call = (fn, args, listening) if forks else None
-            job = _Job(ranks, self._options, threads, folder, results, listening.getsockname()[1], call)
+            port = listening.getsockname()[1]
+            job = _Job(ranks, self._options, threads, folder, self._worker_logs, results, port, call)
             failures = _run(job, start_method, listening)
             if failures:
                 (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
@@ -245,6 +252,7 @@ class _Job:
 
     Attributes:
         options: The options of the process group.
+        worker_logs: The folder for the output of the workers, if it has one.
         results: The queue into which rank 0 puts one tuple: the name of the file with the result of ``fn``.
         port: The port of the store. The store is served only after all workers are forked: a fork copies locks as they
             are, and the store's thread takes a lock of the C library at each connection. Until then, connections wait.
@@ -256,6 +264,7 @@ class _Job:
     options: dict[str, Any]
     threads: int
     folder: Path
+    worker_logs: Path | None
     results: Any
     port: int
     call: tuple[Callable[..., Any], tuple[Any, ...], socket.socket] | None
@@ -521,6 +530,7 @@ def _work(rank: int, job: _Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(job.threads)
     try:
+        output.begin(rank, job.folder, job.worker_logs)
         fn, args = _call_of(job)
         store = fresh_store(dist.TCPStore(_LOOPBACK, job.port, is_master=False), rank, job.world_size)
         if rank == 0:  # all ranks have opened it, and it should not stay if the parent is killed

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -47,6 +48,8 @@ class Strategy:
     shards_optimizers: bool = False
     report: JoinReport | None = None
     """Report on the ranks in the last block, which is an epoch."""
+    worker_logs: Path | None = None
+    """Folder for the output of processes that this strategy starts; ``None`` to write where this process writes."""
 
     def __init__(self) -> None:
         self._single = SingleCollective()
@@ -182,7 +185,8 @@ class DDPStrategy(Strategy):
         backend = "gloo"
         if accelerator != "cpu":
             backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
-        return Launcher(world_size, start_method=self.start_method, backend=backend).launch(fn, *args)
+        launcher = Launcher(world_size, start_method=self.start_method, backend=backend, worker_logs=self.worker_logs)
+        return launcher.launch(fn, *args)
 
     @override
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:

@@ -116,6 +116,9 @@ class Trainer(TrainerState):
         seed: The seed of random numbers and of the order of data. With ``None``, the order is drawn from the random
             state of this process, ranks that are started here continue with that state, and this process continues with
             the state of rank 0. The order of a loader with a ``generator`` is drawn from that generator.
+        worker_logs: A folder for the output of the processes that the trainer starts. Each rank appends to two files,
+            such as ``rank-1-stdout.log`` and ``rank-1-stderr.log``. By default, the processes write where this process
+            writes, and each line of a rank other than 0 begins with the rank.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -141,6 +144,7 @@ class Trainer(TrainerState):
         log_every_n_steps: int = 50,
         enable_progress_bar: bool | None = None,
         seed: int | None = None,
+        worker_logs: str | os.PathLike[str] | None = None,
         **others: Never,
     ) -> None:
         _refuse_unknown(others)
@@ -154,14 +158,11 @@ class Trainer(TrainerState):
                 f"{strategy=} trains in a single process, but the trainer has {self.world_size}. Remove strategy= from"
                 " the Trainer's arguments, or pass devices=1. [J174]"
             )
+        self.strategy.worker_logs = None if worker_logs is None else Path(worker_logs).absolute()
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:
             raise ValueError("'16-mixed' cannot train with sharded optimizers. Pass precision='bf16-mixed'. [J267]")
-        if accumulate_grad_batches <= 0 or (gradient_clip_val is not None and gradient_clip_val <= 0):
-            raise ValueError(
-                f"{accumulate_grad_batches=} and {gradient_clip_val=} are not both positive. Pass positive numbers, or"
-                " gradient_clip_val=None for no clipping. [J168]"
-            )
+        _check_positive(accumulate_grad_batches, gradient_clip_val)
         self.max_epochs = 1 if max_epochs is None and not is_limit(max_steps) else max_epochs
         self.max_steps, self.seed, self.uneven = max_steps, seed, uneven
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
@@ -430,6 +431,15 @@ def _check_choice(name: str, value: Any, known: Sequence[str]) -> None:
     """Raise a ``ValueError`` unless ``value`` is one of ``known``."""
     if value not in known:
         raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(known)}. [J166]")
+
+
+def _check_positive(accumulate_grad_batches: int, gradient_clip_val: float | None) -> None:
+    """Raise a ``ValueError`` unless both arguments are positive, or the second ``None``."""
+    if accumulate_grad_batches <= 0 or (gradient_clip_val is not None and gradient_clip_val <= 0):
+        raise ValueError(
+            f"{accumulate_grad_batches=} and {gradient_clip_val=} are not both positive. Pass positive numbers, or"
+            " gradient_clip_val=None for no clipping. [J168]"
+        )
 
 
 def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) -> int:

@@ -54,7 +54,7 @@ from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -137,6 +137,8 @@ class Launcher:
         timeout: The timeout of the process group's collectives; torch's by default.
         worker_logs: The folder for the output of the processes that this launcher starts; ``None`` to write where this
             process writes. Each line of a rank other than 0 then begins with the rank.
+        environment: The place of this process, if a launcher has started it; by default, the environment variables of
+            torchrun, SLURM and MPI say whether one has.
 
     Raises:
         ValueError: If ``world_size`` is not positive or is not the number of processes that were started, or if
@@ -151,8 +153,9 @@ class Launcher:
         backend: str = "gloo",
         timeout: timedelta | None = None,
         worker_logs: Path | None = None,
+        environment: Environment | None = None,
     ) -> None:
-        self._environment = launcher_of(world_size)
+        self._environment = launcher_of(world_size, environment)
         started = world_size if self._environment is None else self._environment.place.world_size
         if world_size < 1 or world_size != started:
             raise ValueError(
@@ -382,11 +385,72 @@ class Environment:
         )
 
 
-def launcher_of(world_size: int) -> Environment | None:
+class ClusterEnvironment(Protocol):
+    """Launcher that has started this process: an object for ``DDPStrategy(cluster_environment=...)``.
+
+    Cluster environments of Lightning have these methods and properties.
+    """
+
+    @property
+    def main_address(self) -> str:
+        """Name or address of the host of rank 0."""
+        ...
+
+    @property
+    def main_port(self) -> int:
+        """Free port on that host, the same on all ranks."""
+        ...
+
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        ...
+
+    def global_rank(self) -> int:
+        """Return the number of this process among all processes, from 0."""
+        ...
+
+    def local_rank(self) -> int:
+        """Return the number of this process among those of its node, from 0."""
+        ...
+
+
+def environment_of(own: ClusterEnvironment) -> Environment:
+    """Return an environment of the user's, as variables like those of torchrun.
+
+    Raises:
+        ValueError: If a method or property is missing or fails, or its value makes no sense.
+    """
+    try:
+        environ = {
+            "RANK": str(own.global_rank()),
+            "WORLD_SIZE": str(own.world_size()),
+            "LOCAL_RANK": str(own.local_rank()),
+            "MASTER_ADDR": str(own.main_address or ""),
+            "MASTER_PORT": str(own.main_port),
+        }
+        environment = Environment(type(own).__name__, environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        _ = environment.place, environment.address()
+        return environment
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = described(error).partition(". ")[0]
+        raise ValueError(
+            f"cluster_environment={own!r} does not describe this process ({problem}). Define the methods global_rank(),"
+            " world_size() and local_rank(), which return numbers from 0 on, and the properties main_address and"
+            " main_port with a host and a free port of rank 0. [J711]"
+        ) from error
+
+
+def launcher_of(world_size: int, own: Environment | None = None) -> Environment | None:
     """Return the launcher that started the processes of a run with ``world_size`` processes; ``None`` without one.
 
     A launcher that has started a single process has not started a larger run.
+
+    Args:
+        world_size: The number of processes.
+        own: The launcher that the user has passed, if any. Then environment variables are not read.
     """
+    if own is not None:
+        return own
     environment = detect_environment(os.environ)
     return None if environment is None or environment.place.world_size == 1 < world_size else environment
 

@@ -22,7 +22,7 @@ import warnings
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from typing_extensions import override
 
@@ -70,7 +70,7 @@ def begin(rank: int, shared: Path, folder: Path | None) -> None:
         before: Any = getattr(sys, name)
         if folder is not None:
             if name == "stderr":
-                _screens.append(os.fdopen(os.dup(number), "w") if _has_file(before, number) else before)
+                _screens.append(os.fdopen(os.dup(number), "w"))
             os.dup2(_open(_path(folder, rank, name)), number)
             after: Any = os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
         elif before is not None:
@@ -79,9 +79,10 @@ def begin(rank: int, shared: Path, folder: Path | None) -> None:
         else:  # the process that has started this one has closed it
             continue
         setattr(sys, name, after)
-        for handler in chain(*(getattr(each, "handlers", ()) for each in _loggers())):
+        loggers: list[Any] = [logging.root, *logging.root.manager.loggerDict.values()]
+        for handler in chain(*(getattr(each, "handlers", ()) for each in loggers)):
             if getattr(handler, "stream", None) is before:
-                cast("Any", handler).setStream(after)
+                handler.setStream(after)
     _show_once(rank, shared)
 
 
@@ -92,17 +93,6 @@ def _path(folder: Path, rank: int, name: str) -> Path:
 def _open(path: Path, flags: int = 0) -> int:
     """Open a file to append to it; not a link, nor a pipe without a reader."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o666)
-
-
-def _has_file(stream: Any, number: int) -> bool:
-    """Return whether a stream writes to a file of this process; a stream of a notebook does not."""
-    with suppress(OSError, AttributeError):
-        return stream.fileno() == number
-    return False
-
-
-def _loggers() -> list[Any]:
-    return [logging.root, *logging.root.manager.loggerDict.values()]
 
 
 class _Lines(io.RawIOBase):
@@ -140,25 +130,20 @@ class _Lines(io.RawIOBase):
 
 
 def _show_once(rank: int, shared: Path) -> None:
-    """Have this process show no warning that another rank has shown, by Python or by the loggers of this library."""
+    """Have this process show no warning that another rank has shown.
 
-    def is_first(*warning: Any) -> bool:
-        link = shared / f"shown-{hashlib.sha256(repr(warning).encode()).hexdigest()}"
-        with suppress(OSError):  # the disk is full, or a process has outlived the launch
-            with suppress(FileExistsError):
-                link.symlink_to(str(rank))
-            return os.readlink(link) == str(rank)
-        return True
-
+    The loggers of this library need no such filter, since one rank logs for all.
+    """
     show: Any = warnings.showwarning
 
     def show_first(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        if file is not None or is_first(str(message), category.__qualname__, filename, lineno):
+        warning = repr((str(message), category.__qualname__, filename, lineno))
+        link, first = shared / f"shown-{hashlib.sha256(warning.encode()).hexdigest()}", str(rank)
+        with suppress(OSError):  # the disk is full, or a process has outlived the launch
+            with suppress(FileExistsError):
+                link.symlink_to(first)
+            first = os.readlink(link)
+        if file is not None or first == str(rank):
             show(message, category, filename, lineno, file, line)
 
-    def passes(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.WARNING or is_first(record.getMessage(), record.pathname, record.lineno)
-
     warnings.showwarning = show_first
-    for name in ("join", "joinables"):
-        logging.getLogger(name).addFilter(passes)

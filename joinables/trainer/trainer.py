@@ -29,14 +29,14 @@ from join.options import check_loader
 from joinables.modules import keeping_modes
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
-from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from joinables.trainer.checkpoint import CheckpointIO, checkpoint_io_of, load_checkpoint
 from joinables.trainer.data import order_seed
 from joinables.trainer.launch import launcher_of, write
 from joinables.trainer.loggers import Logs, loggers_of
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
 from joinables.trainer.progress import ProgressBar, is_watched
-from joinables.trainer.rescue import keep, load_home, weights_only
+from joinables.trainer.rescue import Rescue, weights_only
 from joinables.trainer.run import Run, Task, TrainerState, Uneven, is_limit
 from joinables.trainer.strategy import Strategy, strategy_of
 
@@ -53,6 +53,8 @@ _ELSEWHERE = {
     "num_sanity_val_steps": "Call validate(module, loader) before fit",
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_train_start",
     "deterministic": "Call torch.use_deterministic_algorithms(True) in on_train_start",
+    "plugins": "Pass DDPStrategy(cluster_environment=...) as strategy, or Trainer(checkpoint_io=...)",
+    "sync_batchnorm": "Write a loop over join.iterate",
     "max_time": "Set trainer.should_stop = True in a callback's on_train_epoch_end",
 }
 """Arguments of Lightning's ``Trainer`` that this one does not have, and what to do instead."""
@@ -119,6 +121,7 @@ class Trainer(TrainerState):
         worker_logs: A folder for the output of the processes that the trainer starts. Each rank appends to two files,
             such as ``rank-1-stdout.log`` and ``rank-1-stderr.log``. By default, the processes write where this process
             writes, and each line of a rank other than 0 begins with the rank.
+        checkpoint_io: An object that saves, loads and removes checkpoints; by default, files of ``torch.save``.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -145,13 +148,14 @@ class Trainer(TrainerState):
         enable_progress_bar: bool | None = None,
         seed: int | None = None,
         worker_logs: str | os.PathLike[str] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
         **others: Never,
     ) -> None:
         _refuse_unknown(others)
         _check_choice("uneven", uneven, ("join", "stop", "error"))
         _check_choice("precision", str(precision), tuple(_DTYPES))
         self._accelerator = accelerator_of(accelerator)
-        self.world_size = _world_size(devices, num_nodes, self._accelerator, alone=strategy == "single")
+        self.world_size = _world_size(devices, num_nodes, self._accelerator, strategy)
         self.strategy = strategy_of(("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy)
         if self.world_size > 1 and not self.strategy.is_distributed:
             raise ValueError(
@@ -170,6 +174,7 @@ class Trainer(TrainerState):
         logs = Logs(loggers_of(logger, has_folder=default_root_dir is not None), log_every_n_steps, tells=shows)
         self.callbacks = _in_order(callbacks, [*[ProgressBar()] * shows, *[logs] * bool(logs.loggers)])
         self.default_root_dir = Path(default_root_dir or ".").absolute()
+        self.checkpoint_io = checkpoint_io_of(checkpoint_io)
         self.metrics = {}
         """The latest value of every metric."""
         self.should_stop = False
@@ -264,11 +269,11 @@ class Trainer(TrainerState):
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
-        saved = None if ckpt_path is None else read_checkpoint(ckpt_path)
+        saved = None if ckpt_path is None else load_checkpoint(self.checkpoint_io, ckpt_path)
         if stage == "fit":
             self._begin(module)
             saved = saved or self._last_state
-        before = self.epochs, self.global_step
+        before: dict[str, Any] = {"epochs": self.epochs, "global_step": self.global_step, "callbacks": {}}
         with temporary_folder() as folder:
             seed = order_seed(loaders.get("train_loader"), self.seed)
             task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
@@ -280,14 +285,14 @@ class Trainer(TrainerState):
                 for index, callback in enumerate(self.callbacks):
                     if (path := Path(folder, f"callback-{index}")).exists():
                         callback.load_state_dict(torch.load(path, weights_only=False))
-                self.epochs, self.global_step = before
+                self.load_state_dict(before)
                 raise
         if home is not None:
             try:
                 self._load_home(module, result, home, state)
             except Exception as error:
                 if state is not None:
-                    keep(error, state, self.default_root_dir)
+                    self._rescue.keep(error, state)
                 raise
         if state is not None:
             kept = {name: value for name, value in state.items() if name != "module"}
@@ -314,7 +319,7 @@ class Trainer(TrainerState):
         if self.dtype is torch.float64:
             module.double()
         if state is not None:
-            load_home(module, home["module"], state, self.default_root_dir)
+            self._rescue.load_home(module, home["module"], state)
         elif home["module"] is not None:
             module.load_state_dict(home["module"])
         self.metrics = dict(result.callback_metrics)
@@ -350,13 +355,13 @@ class Trainer(TrainerState):
         """Rank of this process; outside a run 0, or the rank that torchrun, SLURM or MPI have set."""
         if self._run is not None:
             return self._run.collective.rank
-        environment = launcher_of(self.world_size) if self.strategy.is_distributed else None
+        environment = launcher_of(self.world_size, self.strategy.environment) if self.strategy.is_distributed else None
         return 0 if environment is None else environment.place.rank
 
     @property
     def local_rank(self) -> int:
         """Rank of this process on its machine, in a run."""
-        environment = launcher_of(self.world_size) if self.strategy.is_distributed else None
+        environment = launcher_of(self.world_size, self.strategy.environment) if self.strategy.is_distributed else None
         return self.global_rank if environment is None else environment.place.local_rank
 
     @property
@@ -397,8 +402,12 @@ class Trainer(TrainerState):
                 )
             state = None if state is None else {**state, "module": module.state_dict()}
         if state is not None:
-            write_checkpoint(state, path)
+            self.checkpoint_io.save(state, os.fspath(path))
         return state is not None
+
+    @property
+    def _rescue(self) -> Rescue:
+        return Rescue(self.default_root_dir, self.checkpoint_io)
 
     def note(self, callback: Callback) -> None:
         """Send a callback's state to the process that started the run, which receives it even if the run fails."""
@@ -410,7 +419,7 @@ class Trainer(TrainerState):
         """Return the device on which this process computes as ``rank``."""
         if self._accelerator == "cpu":
             return torch.device("cpu")
-        environment = launcher_of(self.world_size)
+        environment = launcher_of(self.world_size, self.strategy.environment)
         local_rank = rank if environment is None else environment.place.local_rank
         # Some launchers let each process see only its own GPU.
         return torch.device(self._accelerator, local_rank % torch.accelerator.device_count())
@@ -442,7 +451,7 @@ def _check_positive(accumulate_grad_batches: int, gradient_clip_val: float | Non
         )
 
 
-def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) -> int:
+def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: str | Strategy) -> int:
     """Return the number of processes on all nodes.
 
     With ``devices="auto"``, it is the number that a launcher has started; without a launcher, one for each GPU, or 1.
@@ -452,16 +461,17 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
             f"{devices=} is not a number of processes. Pass a number, or 'auto'. To choose GPUs, set"
             " CUDA_VISIBLE_DEVICES before the script starts. [J593]"
         )
-    environment = launcher_of(1 if devices == "auto" else devices * num_nodes)
+    own, alone = strategy.environment if isinstance(strategy, Strategy) else None, strategy == "single"
+    environment = launcher_of(1 if devices == "auto" else devices * num_nodes, own)
     started = None if environment is None else environment.place.world_size
     gpus = None if accelerator == "cpu" else torch.accelerator.device_count()
     wanted = (1 if alone else started or gpus or 1) if devices == "auto" else devices * num_nodes
     too_many = (num_nodes > 1 and started is None) or (gpus is not None and devices != "auto" and devices > gpus)
     if wanted < 1 or too_many or (started not in (None, wanted) and not (alone and wanted == 1)):
         raise ValueError(
-            f"{devices=} and {num_nodes=} do not fit this machine's GPUs ({gpus}) or the processes that torchrun, SLURM"
-            f" or MPI started ({started}). Remove devices and num_nodes from the Trainer's arguments, or pass"
-            " strategy='single' to have each process train by itself. [J172]"
+            f"{devices=} and {num_nodes=} do not fit this machine's GPUs ({gpus}) or the processes that torchrun,"
+            f" SLURM, MPI or cluster_environment started ({started}). Remove devices and num_nodes from the Trainer's"
+            " arguments, or pass strategy='single' to have each process train by itself. [J172]"
         )
     return wanted
 
@@ -490,7 +500,7 @@ class Outcome(NamedTuple):
     Attributes:
         result: The result.
         state: The snapshot of a fit on rank 0.
-        home: The weights, the random state and the folder for files, if another process asked for them.
+        home: The weights, the random state and the rescue of the weights, if another process asked for them.
     """
 
     result: Result
@@ -500,7 +510,7 @@ class Outcome(NamedTuple):
     def lost(self, error: Exception) -> None:
         """Keep the trained weights, since the outcome cannot be sent."""
         if self.state is not None and self.home is not None:
-            keep(error, self.state, self.home["folder"])
+            self.home["rescue"].keep(error, self.state)
 
 
 def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Outcome:
@@ -518,7 +528,7 @@ def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task
 def _work(
     trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task, device: torch.device
 ) -> Outcome:
-    is_at_home = os.getpid() == task.home
+    is_at_home, rescue = os.getpid() == task.home, trainer._rescue  # pyright: ignore[reportPrivateUsage]
     if not is_at_home:
         rng.start_from(task.random)
     run = (Fit if task.stage == "fit" else Run)(trainer, module, task, device)
@@ -539,7 +549,7 @@ def _work(
                 outputs["metrics"], outputs["predictions"] = evaluate(run, loaders["loader"], task.stage)
     except Exception as error:
         if isinstance(run, Fit) and run.is_trained and not is_at_home and run.collective.rank == 0:
-            keep(error, state or weights_only(module, trainer), trainer.default_root_dir)
+            rescue.keep(error, state or weights_only(module, trainer))
         raise
     finally:
         if isinstance(run, Fit):
@@ -557,7 +567,7 @@ def _work(
     if is_at_home or run.collective.rank != 0:
         return Outcome(result, state, None)
     weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
-    return Outcome(result, state, {"module": weights, "random": rng.capture(), "folder": trainer.default_root_dir})
+    return Outcome(result, state, {"module": weights, "random": rng.capture(), "rescue": rescue})
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class ModelCheckpoint(Callback):
             # An earlier fit failed at a later step, and this fit does not resume from its files.
             self._kept, self._saved_step, self.last_model_path = {}, -1, ""
         # Another fit may have removed some files. One rank looks, since the files may be on its disk only.
-        if self._kept and isinstance(trainer.checkpoint_io, FileCheckpointIO):
+        if self._kept and isinstance(trainer.strategy.checkpoint_io, FileCheckpointIO):
             existing = trainer.run.collective.broadcast_object(
                 [path for path in self._kept if Path(path).exists()], 0, plain=True
             )
@@ -166,7 +166,7 @@ class ModelCheckpoint(Callback):
             trainer.note(self)  # called while both the new and the old files exist
             for discarded in before["kept"].keys() - self._kept.keys():
                 if folder.resolve() in Path(discarded).resolve().parents:
-                    trainer.checkpoint_io.remove(discarded)
+                    trainer.strategy.checkpoint_io.remove(discarded)
 
     def _free_path(self, trainer: Trainer, folder: Path) -> str:
         """Return ``filename`` in ``folder`` with its fields filled in, and ``-v1`` or so if this fit has such a file.

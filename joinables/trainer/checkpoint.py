@@ -218,9 +218,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 class CheckpointIO(Protocol):
     """Object that saves, loads and removes checkpoints: ``Trainer(checkpoint_io=...)``.
 
-    Processes that are started have copies of it. So the checkpoints are kept outside of the object, where all processes
-    find them. A checkpoint is a dict of plain data and tensors. Its path is the text that the trainer or you have
-    chosen, and need not name a file.
+    Processes that are started have copies of the object. So it keeps checkpoints in a place that all processes reach,
+    such as a folder or a service. A checkpoint is a dict of plain data and tensors. Its path is a text, which need not
+    name a file.
     """
 
     def save(self, checkpoint: dict[str, Any], path: str) -> None:

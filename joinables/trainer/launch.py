@@ -410,12 +410,12 @@ class ClusterEnvironment(Protocol):
         ...
 
     def local_rank(self) -> int:
-        """Return the number of this process among those of its node, from 0."""
+        """Return the number of this process on its node, from 0."""
         ...
 
 
 def environment_of(own: ClusterEnvironment) -> Environment:
-    """Return an environment of the user's, as variables like those of torchrun.
+    """Return a user's environment, written as the variables of torchrun.
 
     Raises:
         ValueError: If a method or property is missing or fails, or its value makes no sense.

@@ -98,9 +98,8 @@ class Rescue:
         for io, kept in ((self.io, state), (file, state), (file, weights)):  # an entry of a hook may not be plain data
             try:
                 io.save(kept, path)
+                load = "torch" if isinstance(io, FileCheckpointIO) else "trainer.strategy.checkpoint_io"
+                return f"{load}.load({path!r})['module'] returns the trained weights."
             except Exception as error:
                 problem = described(error)
-            else:
-                load = "torch" if isinstance(io, FileCheckpointIO) else "trainer.checkpoint_io"
-                return f"{load}.load({path!r})['module'] returns the trained weights."
         return f"Its weights could not be saved: {problem}."

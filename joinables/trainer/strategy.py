@@ -48,6 +48,8 @@ class Strategy:
     shards_optimizers: bool = False
     report: JoinReport | None = None
     """Report on the ranks in the last block, which is an epoch."""
+    checkpoint_io: Any = None
+    """Object that saves, loads and removes checkpoints; the trainer sets it."""
     worker_logs: Path | None = None
     """Folder for the output of processes that this strategy starts; ``None`` to write where this process writes."""
     environment: Environment | None = None

@@ -162,6 +162,7 @@ class Trainer(TrainerState):
                 f"{strategy=} trains in a single process, but the trainer has {self.world_size}. Remove strategy= from"
                 " the Trainer's arguments, or pass devices=1. [J174]"
             )
+        self.strategy.checkpoint_io = checkpoint_io_of(checkpoint_io)
         self.strategy.worker_logs = None if worker_logs is None else Path(worker_logs).absolute()
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:
@@ -174,7 +175,6 @@ class Trainer(TrainerState):
         logs = Logs(loggers_of(logger, has_folder=default_root_dir is not None), log_every_n_steps, tells=shows)
         self.callbacks = _in_order(callbacks, [*[ProgressBar()] * shows, *[logs] * bool(logs.loggers)])
         self.default_root_dir = Path(default_root_dir or ".").absolute()
-        self.checkpoint_io = checkpoint_io_of(checkpoint_io)
         self.metrics = {}
         """The latest value of every metric."""
         self.should_stop = False
@@ -269,11 +269,11 @@ class Trainer(TrainerState):
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
-        saved = None if ckpt_path is None else load_checkpoint(self.checkpoint_io, ckpt_path)
+        saved = None if ckpt_path is None else load_checkpoint(self.strategy.checkpoint_io, ckpt_path)
         if stage == "fit":
             self._begin(module)
             saved = saved or self._last_state
-        before: dict[str, Any] = {"epochs": self.epochs, "global_step": self.global_step, "callbacks": {}}
+        before = self.epochs, self.global_step
         with temporary_folder() as folder:
             seed = order_seed(loaders.get("train_loader"), self.seed)
             task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
@@ -285,7 +285,7 @@ class Trainer(TrainerState):
                 for index, callback in enumerate(self.callbacks):
                     if (path := Path(folder, f"callback-{index}")).exists():
                         callback.load_state_dict(torch.load(path, weights_only=False))
-                self.load_state_dict(before)
+                self.epochs, self.global_step = before
                 raise
         if home is not None:
             try:
@@ -402,12 +402,12 @@ class Trainer(TrainerState):
                 )
             state = None if state is None else {**state, "module": module.state_dict()}
         if state is not None:
-            self.checkpoint_io.save(state, os.fspath(path))
+            self.strategy.checkpoint_io.save(state, os.fspath(path))
         return state is not None
 
     @property
     def _rescue(self) -> Rescue:
-        return Rescue(self.default_root_dir, self.checkpoint_io)
+        return Rescue(self.default_root_dir, self.strategy.checkpoint_io)
 
     def note(self, callback: Callback) -> None:
         """Send a callback's state to the process that started the run, which receives it even if the run fails."""

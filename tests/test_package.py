@@ -57,8 +57,11 @@ def test_public_names() -> None:
     assert joinables.trainer.__all__ == [
         "CSVLogger",
         "Callback",
+        "CheckpointIO",
+        "ClusterEnvironment",
         "DDPStrategy",
         "EarlyStopping",
+        "FileCheckpointIO",
         "LaunchError",
         "Launcher",
         "ModelCheckpoint",

@@ -95,7 +95,8 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
         if isinstance(module, torch.nn.SyncBatchNorm) and getattr(cast("object", ddp.module), "forward_is_over", False):
             raise ValueError(
                 f"The module contains SyncBatchNorm ({name!r}), which communicates outside the forward of"
-                " DistributedDataParallel and cannot be shadowed. Use BatchNorm, or feed all ranks evenly. [J104]"
+                " DistributedDataParallel and cannot be shadowed. Use BatchNorm, feed all ranks evenly, or write a loop"
+                " over join.iterate. [J104]"
             )
     rebuild = BucketRebuild(ddp)
     buffers = BufferSync(ddp) if reducer.broadcasts_buffers(ddp) else None

@@ -10,12 +10,22 @@ Call ``Trainer(devices=4).fit(module, loader)`` with a :class:`TrainModule` whos
     data, metrics, rng  distribution of batches; means over all samples; random states
     callbacks           the trainer's own callbacks
     loggers, progress   what is written and shown while a run works
+    output              lines and files of the processes that are started
     checkpoint, rescue  snapshots that a fit resumes from; weights that a failure after training would lose
 """
 
 from joinables.trainer.callbacks import EarlyStopping, ModelCheckpoint
+from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO
 from joinables.trainer.data import UnevenDistributedSampler
-from joinables.trainer.launch import Launcher, LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
+from joinables.trainer.launch import (
+    ClusterEnvironment,
+    Launcher,
+    LaunchError,
+    NotPicklable,
+    RemoteTraceback,
+    WorkerDied,
+    WorkerRaised,
+)
 from joinables.trainer.loggers import CSVLogger, TensorBoardLogger
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.strategy import DDPStrategy, Strategy, register_strategy, strategies
@@ -24,8 +34,11 @@ from joinables.trainer.trainer import Result, Trainer
 __all__ = [
     "CSVLogger",
     "Callback",
+    "CheckpointIO",
+    "ClusterEnvironment",
     "DDPStrategy",
     "EarlyStopping",
+    "FileCheckpointIO",
     "LaunchError",
     "Launcher",
     "ModelCheckpoint",

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
+from joinables.trainer.checkpoint import FileCheckpointIO
 from joinables.trainer.metrics import monitored
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.trainer import Trainer
@@ -107,7 +108,8 @@ class ModelCheckpoint(Callback):
         if trainer.global_step < self._saved_step:
             # An earlier fit failed at a later step, and this fit does not resume from its files.
             self._kept, self._saved_step, self.last_model_path = {}, -1, ""
-        if self._kept:  # another fit may have removed some; one rank looks, since the files may be on its disk only
+        # Another fit may have removed some files. One rank looks, since the files may be on its disk only.
+        if self._kept and isinstance(trainer.strategy.checkpoint_io, FileCheckpointIO):
             existing = trainer.run.collective.broadcast_object(
                 [path for path in self._kept if Path(path).exists()], 0, plain=True
             )
@@ -164,7 +166,7 @@ class ModelCheckpoint(Callback):
             trainer.note(self)  # called while both the new and the old files exist
             for discarded in before["kept"].keys() - self._kept.keys():
                 if folder.resolve() in Path(discarded).resolve().parents:
-                    Path(discarded).unlink(missing_ok=True)
+                    trainer.strategy.checkpoint_io.remove(discarded)
 
     def _free_path(self, trainer: Trainer, folder: Path) -> str:
         """Return ``filename`` in ``folder`` with its fields filled in, and ``-v1`` or so if this fit has such a file.

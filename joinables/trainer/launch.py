@@ -54,7 +54,7 @@ from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ from join.collectives.store import fresh_store, job_of, local_store
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import add_note, described
 from join.files import replacing, save, temporary_folder
-from joinables.trainer import settings
+from joinables.trainer import output, settings
 from joinables.trainer.accelerator import used_accelerator
 
 StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
@@ -135,6 +135,10 @@ class Launcher:
             two, each worker imports the main script, so start the run under ``if __name__ == "__main__"``.
         backend: The backend of the process group.
         timeout: The timeout of the process group's collectives; torch's by default.
+        worker_logs: The folder for the output of the processes that this launcher starts; ``None`` to write where this
+            process writes. Each line of a rank other than 0 then begins with the rank.
+        environment: The place of this process, if a launcher has started it; by default, the environment variables of
+            torchrun, SLURM and MPI say whether one has.
 
     Raises:
         ValueError: If ``world_size`` is not positive or is not the number of processes that were started, or if
@@ -148,8 +152,10 @@ class Launcher:
         start_method: StartMethod = "spawn",
         backend: str = "gloo",
         timeout: timedelta | None = None,
+        worker_logs: Path | None = None,
+        environment: Environment | None = None,
     ) -> None:
-        self._environment = launcher_of(world_size)
+        self._environment = launcher_of(world_size, environment)
         started = world_size if self._environment is None else self._environment.place.world_size
         if world_size < 1 or world_size != started:
             raise ValueError(
@@ -160,6 +166,7 @@ class Launcher:
         self._world_size = world_size
         self._start_method: StartMethod = start_method
         self._options = {"backend": backend, "timeout": timeout}
+        self._worker_logs = worker_logs
 
     def launch(self, fn: Callable[..., _T], *args: Any) -> _T:
         """Run ``fn(*args)`` on all ranks, with the default process group set up.
@@ -206,6 +213,8 @@ class Launcher:
                 " start_method='spawn', or do not use the GPU before the launch. [J500]"
             )
         threads = min(torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // ranks))
+        if self._worker_logs is not None:
+            output.create(self._worker_logs, ranks)
         with temporary_folder() as name, socket.create_server((_LOOPBACK, 0)) as listening:
             folder = Path(name)
             if not forks and _needs_fork((fn, args, settings.capture()), folder / "call"):
@@ -223,7 +232,8 @@ class Launcher:
             start_method = "fork" if forks else self._start_method
             results = multiprocessing.get_context(start_method).SimpleQueue()
             call = (fn, args, listening) if forks else None
-            job = _Job(ranks, self._options, threads, folder, results, listening.getsockname()[1], call)
+            port = listening.getsockname()[1]
+            job = _Job(ranks, self._options, threads, folder, self._worker_logs, results, port, call)
             failures = _run(job, start_method, listening)
             if failures:
                 (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
@@ -245,6 +255,7 @@ class _Job:
 
     Attributes:
         options: The options of the process group.
+        worker_logs: The folder for the output of the workers, if it has one.
         results: The queue into which rank 0 puts one tuple: the name of the file with the result of ``fn``.
         port: The port of the store. The store is served only after all workers are forked: a fork copies locks as they
             are, and the store's thread takes a lock of the C library at each connection. Until then, connections wait.
@@ -256,6 +267,7 @@ class _Job:
     options: dict[str, Any]
     threads: int
     folder: Path
+    worker_logs: Path | None
     results: Any
     port: int
     call: tuple[Callable[..., Any], tuple[Any, ...], socket.socket] | None
@@ -373,11 +385,72 @@ class Environment:
         )
 
 
-def launcher_of(world_size: int) -> Environment | None:
+class ClusterEnvironment(Protocol):
+    """Launcher that has started this process: an object for ``DDPStrategy(cluster_environment=...)``.
+
+    Cluster environments of Lightning have these methods and properties.
+    """
+
+    @property
+    def main_address(self) -> str:
+        """Name or address of the host of rank 0."""
+        ...
+
+    @property
+    def main_port(self) -> int:
+        """Free port on that host, the same on all ranks."""
+        ...
+
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        ...
+
+    def global_rank(self) -> int:
+        """Return the number of this process among all processes, from 0."""
+        ...
+
+    def local_rank(self) -> int:
+        """Return the number of this process on its node, from 0."""
+        ...
+
+
+def environment_of(own: ClusterEnvironment) -> Environment:
+    """Return a user's environment, written as the variables of torchrun.
+
+    Raises:
+        ValueError: If a method or property is missing or fails, or its value makes no sense.
+    """
+    try:
+        environ = {
+            "RANK": str(own.global_rank()),
+            "WORLD_SIZE": str(own.world_size()),
+            "LOCAL_RANK": str(own.local_rank()),
+            "MASTER_ADDR": str(own.main_address or ""),
+            "MASTER_PORT": str(own.main_port),
+        }
+        environment = Environment(type(own).__name__, environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        _ = environment.place, environment.address()
+        return environment
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = described(error).partition(". ")[0]
+        raise ValueError(
+            f"cluster_environment={own!r} does not describe this process ({problem}). Define the methods global_rank(),"
+            " world_size() and local_rank(), which return numbers from 0 on, and the properties main_address and"
+            " main_port with a host and a free port of rank 0. [J711]"
+        ) from error
+
+
+def launcher_of(world_size: int, own: Environment | None = None) -> Environment | None:
     """Return the launcher that started the processes of a run with ``world_size`` processes; ``None`` without one.
 
     A launcher that has started a single process has not started a larger run.
+
+    Args:
+        world_size: The number of processes.
+        own: The launcher that the user has passed, if any. Then environment variables are not read.
     """
+    if own is not None:
+        return own
     environment = detect_environment(os.environ)
     return None if environment is None or environment.place.world_size == 1 < world_size else environment
 
@@ -521,6 +594,7 @@ def _work(rank: int, job: _Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(job.threads)
     try:
+        output.begin(rank, job.folder, job.worker_logs)
         fn, args = _call_of(job)
         store = fresh_store(dist.TCPStore(_LOOPBACK, job.port, is_master=False), rank, job.world_size)
         if rank == 0:  # all ranks have opened it, and it should not stay if the parent is killed

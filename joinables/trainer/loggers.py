@@ -23,6 +23,7 @@ from typing_extensions import override
 from join.files import replacing
 from joinables.trainer.metrics import Shown
 from joinables.trainer.module import Callback, TrainModule
+from joinables.trainer.output import screen
 
 
 class FolderLogger:
@@ -219,7 +220,7 @@ class Logs(Callback):
             if hasattr(each, "finalize"):
                 each.finalize("failed" if sys.exc_info()[0] else "success")
             if self._tells and stage == "fit":
-                print(f"Logged to {getattr(each, 'log_dir', each)}", file=sys.stderr, flush=True)
+                print(f"Logged to {getattr(each, 'log_dir', each)}", file=screen(), flush=True)
         self._is_open = False
 
     @override

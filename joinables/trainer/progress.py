@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from joinables.trainer.metrics import Shown
 from joinables.trainer.module import Callback, TrainModule
+from joinables.trainer.output import screen
 
 _PAUSE = 0.2  # seconds between two pictures; each waits for the device, since it shows the loss
 
@@ -98,7 +99,7 @@ class ProgressBar(Callback):
         # No thread that draws, since a process with threads cannot be forked safely.
         kind: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
         kind.set_lock(threading.RLock())  # the default is a semaphore between processes
-        self._bars.append(kind(**options, leave=not self._bars, dynamic_ncols=True, file=sys.stderr))
+        self._bars.append(kind(**options, leave=not self._bars, dynamic_ncols=True, file=screen()))
 
     def _is_due(self, index: int) -> bool:
         """Return whether a picture is drawn after this batch; the last one always is."""
@@ -114,7 +115,7 @@ class ProgressBar(Callback):
         """End the last bar; with a title, its text stays on the screen."""
         bar = self._bars.pop()
         if bar is None and title:
-            print(f"{title}: {text}", file=sys.stderr, flush=True)
+            print(f"{title}: {text}", file=screen(), flush=True)
         elif bar is not None:
             bar.set_postfix_str(text if title else "", refresh=False)
             bar.close()

@@ -1,4 +1,4 @@
-"""Trained weights that a failure after training would lose: :func:`load_fitting`, :func:`keep`.
+"""Trained weights that a failure after training would lose: :func:`load_fitting`, :class:`Rescue`.
 
 Hooks of a fit may change the parts of a module, and hooks and states of users may raise after the last step. Hours of
 training must not depend on either.
@@ -7,10 +7,10 @@ training must not depend on either.
 from __future__ import annotations
 
 import logging
-import pickle
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from join.errors import add_note, described
-from joinables.trainer.checkpoint import write_checkpoint
+from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO
 
 logger = logging.getLogger("joinables")
 
@@ -47,46 +47,59 @@ def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> list[st
     return sorted((weights.keys() | shapes.keys()) - fitting.keys())
 
 
-def load_home(module: torch.nn.Module, weights: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
-    """Load the weights of a fit in other processes; a warning names those that do not fit, and a file with all.
-
-    Args:
-        module: The module in this process.
-        weights: The weights.
-        state: The snapshot of the fit, for the file.
-        folder: The folder of the file.
-    """
-    if rest := load_fitting(module, weights):
-        warnings.warn(
-            f"A hook of the fit has changed the parts of {type(module).__name__}: {', '.join(rest)} exist either in the"
-            " trained module or in this process, or have another shape there. All other weights are loaded here."
-            f" {_kept(state, folder)} To have all of them here too, make these parts in __init__.",
-            stacklevel=5,  # the call of fit
-        )
-
-
-def keep(error: Exception, state: Mapping[str, Any], folder: Path) -> None:
-    """Write a checkpoint of the trained module, and add a note with its path to the error that would lose it."""
-    add_note(error, kept := f"The module was trained before this error. {_kept(state, folder)}")
-    logger.error(kept)  # Python 3.10 has no notes
-
-
 def weights_only(module: torch.nn.Module, counted: Any) -> dict[str, Any]:
     """Return the part of a snapshot that one rank has; ``counted`` has the numbers of epochs and steps."""
     counts = {"epochs": counted.epochs, "global_step": counted.global_step}
     return {**counts, "module": module.state_dict(), "optimizers": [], "schedulers": []}
 
 
-def _kept(state: Mapping[str, Any], folder: Path) -> str:
-    """Write a snapshot and return a sentence with the path of the file, or with the reason why there is none."""
-    name = f"trained-epoch={state['epochs']}-step={state['global_step']}"
-    paths = (folder / f"{name}{f'-v{version}' if version else ''}.ckpt" for version in count())
-    path = next(path for path in paths if not path.exists())
-    try:
-        try:
-            write_checkpoint(state, path)
-        except (TypeError, AttributeError, pickle.PicklingError):  # of an entry of a hook or a callback
-            write_checkpoint({"module": state["module"]}, path)
-    except Exception as error:
-        return f"Its weights could not be saved: {described(error)}."
-    return f"torch.load({str(path)!r})['module'] returns the trained weights."
+@dataclass(frozen=True)
+class Rescue:
+    """Writer of trained weights that would be lost.
+
+    Attributes:
+        folder: The folder of the files.
+        io: The object that writes. If it cannot write, a file is written.
+    """
+
+    folder: Path
+    io: CheckpointIO
+
+    def __reduce__(self) -> Any:  # the process that receives it has an object of its own
+        return Rescue, (self.folder, FileCheckpointIO())
+
+    def load_home(self, module: torch.nn.Module, weights: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Load the weights of a fit in other processes; a warning names those that do not fit, and a file with all.
+
+        Args:
+            module: The module in this process.
+            weights: The weights.
+            state: The snapshot of the fit, for the file.
+        """
+        if rest := load_fitting(module, weights):
+            warnings.warn(
+                f"A hook of the fit has changed the parts of {type(module).__name__}: {', '.join(rest)} exist either in"
+                " the trained module or in this process, or have another shape there. All other weights are loaded"
+                f" here. {self._kept(state)} To have all of them here too, make these parts in __init__.",
+                stacklevel=5,  # the call of fit
+            )
+
+    def keep(self, error: Exception, state: dict[str, Any]) -> None:
+        """Write a checkpoint of the trained module, and add a note with its path to the error that would lose it."""
+        add_note(error, kept := f"The module was trained before this error. {self._kept(state)}")
+        logger.error(kept)  # Python 3.10 has no notes
+
+    def _kept(self, state: dict[str, Any]) -> str:
+        """Write a snapshot and return a sentence with its path, or with the reason why there is none."""
+        name = f"trained-epoch={state['epochs']}-step={state['global_step']}"
+        paths = (self.folder / f"{name}{f'-v{version}' if version else ''}.ckpt" for version in count())
+        path, problem = str(next(path for path in paths if not path.exists())), ""
+        file, weights = FileCheckpointIO(), {"module": state["module"]}
+        for io, kept in ((self.io, state), (file, state), (file, weights)):  # an entry of a hook may not be plain data
+            try:
+                io.save(kept, path)
+                load = "torch" if isinstance(io, FileCheckpointIO) else "trainer.strategy.checkpoint_io"
+                return f"{load}.load({path!r})['module'] returns the trained weights."
+            except Exception as error:
+                problem = described(error)
+        return f"Its weights could not be saved: {problem}."

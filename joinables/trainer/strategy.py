@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -32,7 +33,7 @@ from joinables._torch import reducer
 from joinables._torch.objects import mark_stepped
 from joinables.loss_gate import LossGate, leaves_of
 from joinables.modules import replaced
-from joinables.trainer.launch import Launcher, StartMethod
+from joinables.trainer.launch import ClusterEnvironment, Environment, Launcher, StartMethod, environment_of
 
 if TYPE_CHECKING:
     from joinables.zero import ZeroRedundancyOptimizer
@@ -52,6 +53,12 @@ class Strategy:
     shards_optimizers: bool = False
     report: JoinReport | None = None
     """Report on the ranks in the last block, which is an epoch."""
+    checkpoint_io: Any = None
+    """Object that saves, loads and removes checkpoints; the trainer sets it."""
+    worker_logs: Path | None = None
+    """Folder for the output of processes that this strategy starts; ``None`` to write where this process writes."""
+    environment: Environment | None = None
+    """Place of this process, if the user has passed a cluster environment."""
 
     def __init__(self) -> None:
         self._module = torch.nn.Module()  # the module that is trained
@@ -156,6 +163,8 @@ class DDPStrategy(Strategy):
         ddp_comm_wrapper: A wrapper of the hook, such as ``fp16_compress_wrapper``.
         timeout: Seconds that a rank waits for the others in an epoch, as in ``Join``. With a
             timeout, every rank waits for the others before each backward, whether the data are even or not.
+        cluster_environment: The launcher that has started the processes, if it is not torchrun, SLURM or MPI. Then the
+            environment variables of these are not read.
         **ddp_kwargs: Other arguments of ``DistributedDataParallel``.
     """
 
@@ -171,9 +180,11 @@ class DDPStrategy(Strategy):
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         timeout: float | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
+        self.environment = None if cluster_environment is None else environment_of(cluster_environment)
         self.start_method: StartMethod = start_method
         self.shards_optimizers = shard_optimizers
         self._find_unused = find_unused_parameters
@@ -189,7 +200,8 @@ class DDPStrategy(Strategy):
         backend = "gloo"
         if accelerator != "cpu":
             backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
-        return Launcher(world_size, start_method=self.start_method, backend=backend).launch(fn, *args)
+        options: dict[str, Any] = {"worker_logs": self.worker_logs, "environment": self.environment}
+        return Launcher(world_size, start_method=self.start_method, backend=backend, **options).launch(fn, *args)
 
     @override
     def setup(self) -> None:

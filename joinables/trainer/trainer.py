@@ -29,14 +29,14 @@ from join.options import check_loader
 from joinables.modules import keeping_modes, replaced
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
-from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from joinables.trainer.checkpoint import CheckpointIO, checkpoint_io_of, load_checkpoint
 from joinables.trainer.data import order_seed
 from joinables.trainer.launch import launcher_of, write
 from joinables.trainer.loggers import Logs, loggers_of
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
 from joinables.trainer.progress import ProgressBar, is_watched
-from joinables.trainer.rescue import keep, load_home, weights_only
+from joinables.trainer.rescue import Rescue, weights_only
 from joinables.trainer.run import Run, Task, TrainerState, Uneven, is_limit
 from joinables.trainer.strategy import Strategy, strategy_of
 
@@ -53,6 +53,8 @@ _ELSEWHERE = {
     "num_sanity_val_steps": "Call validate(module, loader) before fit",
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_train_start",
     "deterministic": "Call torch.use_deterministic_algorithms(True) in on_train_start",
+    "plugins": "Pass DDPStrategy(cluster_environment=...) as strategy, or Trainer(checkpoint_io=...)",
+    "sync_batchnorm": "Write a loop over join.iterate",
     "max_time": "Set trainer.should_stop = True in a callback's on_train_epoch_end",
 }
 """Arguments of Lightning's ``Trainer`` that this one does not have, and what to do instead."""
@@ -116,6 +118,10 @@ class Trainer(TrainerState):
         seed: The seed of random numbers and of the order of data. With ``None``, the order is drawn from the random
             state of this process, ranks that are started here continue with that state, and this process continues with
             the state of rank 0. The order of a loader with a ``generator`` is drawn from that generator.
+        worker_logs: A folder for the output of the processes that the trainer starts. Each rank appends to two files,
+            such as ``rank-1-stdout.log`` and ``rank-1-stderr.log``. By default, the processes write where this process
+            writes, and each line of a rank other than 0 begins with the rank.
+        checkpoint_io: An object that saves, loads and removes checkpoints; by default, files of ``torch.save``.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -141,27 +147,27 @@ class Trainer(TrainerState):
         log_every_n_steps: int = 50,
         enable_progress_bar: bool | None = None,
         seed: int | None = None,
+        worker_logs: str | os.PathLike[str] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
         **others: Never,
     ) -> None:
         _refuse_unknown(others)
         _check_choice("uneven", uneven, ("join", "stop", "error"))
         _check_choice("precision", str(precision), tuple(_DTYPES))
         self._accelerator = accelerator_of(accelerator)
-        self.world_size = _world_size(devices, num_nodes, self._accelerator, alone=strategy == "single")
+        self.world_size = _world_size(devices, num_nodes, self._accelerator, strategy)
         self.strategy = strategy_of(("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy)
         if self.world_size > 1 and not self.strategy.is_distributed:
             raise ValueError(
                 f"{strategy=} trains in a single process, but the trainer has {self.world_size}. Remove strategy= from"
                 " the Trainer's arguments, or pass devices=1. [J174]"
             )
+        self.strategy.checkpoint_io = checkpoint_io_of(checkpoint_io)
+        self.strategy.worker_logs = None if worker_logs is None else Path(worker_logs).absolute()
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:
             raise ValueError("'16-mixed' cannot train with sharded optimizers. Pass precision='bf16-mixed'. [J267]")
-        if accumulate_grad_batches <= 0 or (gradient_clip_val is not None and gradient_clip_val <= 0):
-            raise ValueError(
-                f"{accumulate_grad_batches=} and {gradient_clip_val=} are not both positive. Pass positive numbers, or"
-                " gradient_clip_val=None for no clipping. [J168]"
-            )
+        _check_positive(accumulate_grad_batches, gradient_clip_val)
         self.max_epochs = 1 if max_epochs is None and not is_limit(max_steps) else max_epochs
         self.max_steps, self.seed, self.uneven = max_steps, seed, uneven
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
@@ -263,7 +269,7 @@ class Trainer(TrainerState):
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
-        saved = None if ckpt_path is None else read_checkpoint(ckpt_path)
+        saved = None if ckpt_path is None else load_checkpoint(self.strategy.checkpoint_io, ckpt_path)
         if stage == "fit":
             self._begin(module)
             saved = saved or self._last_state
@@ -286,7 +292,7 @@ class Trainer(TrainerState):
                 self._load_home(module, result, home, state)
             except Exception as error:
                 if state is not None:
-                    keep(error, state, self.default_root_dir)
+                    self._rescue.keep(error, state)
                 raise
         if state is not None:
             kept = {name: value for name, value in state.items() if name != "module"}
@@ -317,7 +323,7 @@ class Trainer(TrainerState):
         if self.dtype is torch.float64:
             module.double()
         if state is not None:
-            load_home(module, home["module"], state, self.default_root_dir)
+            self._rescue.load_home(module, home["module"], state)
         elif home["module"] is not None:
             module.load_state_dict(home["module"])
         self.metrics = dict(result.callback_metrics)
@@ -353,13 +359,13 @@ class Trainer(TrainerState):
         """Rank of this process; outside a run 0, or the rank that torchrun, SLURM or MPI have set."""
         if self._run is not None:
             return self._run.collective.rank
-        environment = launcher_of(self.world_size) if self.strategy.is_distributed else None
+        environment = launcher_of(self.world_size, self.strategy.environment) if self.strategy.is_distributed else None
         return 0 if environment is None else environment.place.rank
 
     @property
     def local_rank(self) -> int:
         """Rank of this process on its machine, in a run."""
-        environment = launcher_of(self.world_size) if self.strategy.is_distributed else None
+        environment = launcher_of(self.world_size, self.strategy.environment) if self.strategy.is_distributed else None
         return self.global_rank if environment is None else environment.place.local_rank
 
     @property
@@ -400,8 +406,12 @@ class Trainer(TrainerState):
                 )
             state = None if state is None else {**state, "module": module.state_dict()}
         if state is not None:
-            write_checkpoint(state, path)
+            self.strategy.checkpoint_io.save(state, os.fspath(path))
         return state is not None
+
+    @property
+    def _rescue(self) -> Rescue:
+        return Rescue(self.default_root_dir, self.strategy.checkpoint_io)
 
     def note(self, callback: Callback) -> None:
         """Send a callback's state to the process that started the run, which receives it even if the run fails."""
@@ -413,7 +423,7 @@ class Trainer(TrainerState):
         """Return the device on which this process computes as ``rank``."""
         if self._accelerator == "cpu":
             return torch.device("cpu")
-        environment = launcher_of(self.world_size)
+        environment = launcher_of(self.world_size, self.strategy.environment)
         local_rank = rank if environment is None else environment.place.local_rank
         # Some launchers let each process see only its own GPU.
         return torch.device(self._accelerator, local_rank % torch.accelerator.device_count())
@@ -436,7 +446,16 @@ def _check_choice(name: str, value: Any, known: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(known)}. [J166]")
 
 
-def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) -> int:
+def _check_positive(accumulate_grad_batches: int, gradient_clip_val: float | None) -> None:
+    """Raise a ``ValueError`` unless both arguments are positive, or the second ``None``."""
+    if accumulate_grad_batches <= 0 or (gradient_clip_val is not None and gradient_clip_val <= 0):
+        raise ValueError(
+            f"{accumulate_grad_batches=} and {gradient_clip_val=} are not both positive. Pass positive numbers, or"
+            " gradient_clip_val=None for no clipping. [J168]"
+        )
+
+
+def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: str | Strategy) -> int:
     """Return the number of processes on all nodes.
 
     With ``devices="auto"``, it is the number that a launcher has started; without a launcher, one for each GPU, or 1.
@@ -446,16 +465,17 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
             f"{devices=} is not a number of processes. Pass a number, or 'auto'. To choose GPUs, set"
             " CUDA_VISIBLE_DEVICES before the script starts. [J593]"
         )
-    environment = launcher_of(1 if devices == "auto" else devices * num_nodes)
+    own, alone = strategy.environment if isinstance(strategy, Strategy) else None, strategy == "single"
+    environment = launcher_of(1 if devices == "auto" else devices * num_nodes, own)
     started = None if environment is None else environment.place.world_size
     gpus = None if accelerator == "cpu" else torch.accelerator.device_count()
     wanted = (1 if alone else started or gpus or 1) if devices == "auto" else devices * num_nodes
     too_many = (num_nodes > 1 and started is None) or (gpus is not None and devices != "auto" and devices > gpus)
     if wanted < 1 or too_many or (started not in (None, wanted) and not (alone and wanted == 1)):
         raise ValueError(
-            f"{devices=} and {num_nodes=} do not fit this machine's GPUs ({gpus}) or the processes that torchrun, SLURM"
-            f" or MPI started ({started}). Remove devices and num_nodes from the Trainer's arguments, or pass"
-            " strategy='single' to have each process train by itself. [J172]"
+            f"{devices=} and {num_nodes=} do not fit this machine's GPUs ({gpus}) or the processes that torchrun,"
+            f" SLURM, MPI or cluster_environment started ({started}). Remove devices and num_nodes from the Trainer's"
+            " arguments, or pass strategy='single' to have each process train by itself. [J172]"
         )
     return wanted
 
@@ -484,7 +504,7 @@ class Outcome(NamedTuple):
     Attributes:
         result: The result.
         state: The snapshot of a fit on rank 0.
-        home: The weights, the random state and the folder for files, if another process asked for them.
+        home: The weights, the random state and the rescue of the weights, if another process asked for them.
         extras: The results of the hook ``results_to_return`` on rank 0: the module's, and a dict with the callbacks'.
     """
 
@@ -496,7 +516,7 @@ class Outcome(NamedTuple):
     def lost(self, error: Exception) -> None:
         """Keep the trained weights, since the outcome cannot be sent."""
         if self.state is not None and self.home is not None:
-            keep(error, self.state, self.home["folder"])
+            self.home["rescue"].keep(error, self.state)
 
 
 def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Outcome:
@@ -517,7 +537,7 @@ def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task
 def _work(
     trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task, device: torch.device
 ) -> Outcome:
-    is_at_home = os.getpid() == task.home
+    is_at_home, rescue = os.getpid() == task.home, trainer._rescue  # pyright: ignore[reportPrivateUsage]
     if not is_at_home:
         rng.start_from(task.random)
     run = (Fit if task.stage == "fit" else Run)(trainer, module, task, device)
@@ -543,7 +563,7 @@ def _work(
                 extras = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (own, others))
     except Exception as error:
         if isinstance(run, Fit) and run.is_trained and not is_at_home and run.collective.rank == 0:
-            keep(error, state or weights_only(module, trainer), trainer.default_root_dir)
+            rescue.keep(error, state or weights_only(module, trainer))
         raise
     finally:
         if isinstance(run, Fit):
@@ -560,8 +580,7 @@ def _work(
     if is_at_home or run.collective.rank != 0:
         return Outcome(result, state, None, extras)
     weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
-    home = {"module": weights, "random": rng.capture(), "folder": trainer.default_root_dir}
-    return Outcome(result, state, home, extras)
+    return Outcome(result, state, {"module": weights, "random": rng.capture(), "rescue": rescue}, extras)
 
 
 @contextmanager

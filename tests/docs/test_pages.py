@@ -273,3 +273,18 @@ def test_the_trainer(ending: Ending, tmp_path: Path) -> None:
     (tmp_path / "fit.py").write_text(script)
     assert "rank  steps  shadowed" in run_forked(ending, "fit.py", folder=tmp_path, limit=140)
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+
+
+def test_objects_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, cluster, pickles = blocks("trainer.md")
+    for name, value in {"MY_RANK": "1", "MY_SIZE": "2", "MY_LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    names: dict[str, Any] = {}
+    exec(cluster, names)
+    assert (names["trainer"].world_size, names["trainer"].global_rank) == (2, 1)
+    exec(pickles, names)
+    io, path = names["trainer"].strategy.checkpoint_io, str(tmp_path / "new" / "x")
+    io.save({"module": {"x": torch.ones(2)}}, path)
+    assert io.load(path)["module"]["x"].tolist() == [1, 1]
+    io.remove(path)
+    assert not Path(path).exists()

@@ -430,7 +430,7 @@ BAD = [
     ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches=0"),
     ({"gradient_clip_val": 0.0}, ValueError, r"gradient_clip_val=0\.0"),
     ({"uneven": "drop"}, ValueError, "uneven='drop' is unknown"),
-    ({"num_nodes": 2, "devices": 1}, ValueError, "torchrun, SLURM or MPI"),
+    ({"num_nodes": 2, "devices": 1}, ValueError, "torchrun, SLURM, MPI"),
     ({"devices": [0, 1]}, TypeError, r"devices=\[0, 1\] is not a number of processes\. .* CUDA_VISIBLE_DEVICES"),
     ({"max_epoch": 3}, TypeError, r"no argument 'max_epoch'\. Use one of .*max_epochs.*\[J643\]"),
     ({"fast_dev_run": True}, TypeError, r"no argument 'fast_dev_run'\. Pass max_steps=1"),

@@ -1,0 +1,160 @@
+"""Output of the processes that a trainer starts, read from outside."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from joinables.trainer import Trainer
+from tests.ending import Ending
+from tests.joinables.trainer.modules import Classifier, loader
+from tests.selection import at_night
+
+ALONE: dict[str, Any] = {"ranks": 1, "group": False, "tidies": False}
+
+
+class Talks(Classifier):
+    """Writes in parts of lines; rank 2 has no batch."""
+
+    def on_train_start(self) -> None:
+        rank = self.trainer.global_rank
+        print("a", rank, "a" * 3000, "\nb", rank)
+        for part in ("c ", f"{rank}\n", "end"):
+            sys.stderr.write(part)
+        logging.getLogger("mine").warning("of all\nranks")
+        for text in ("of all", "of all", f"of rank {rank}"):
+            warnings.warn(text, stacklevel=1)
+
+
+def talk(rank: int, **options: Any) -> None:
+    logging.basicConfig(format="%(message)s")
+    warnings.simplefilter("always")
+    print("before")
+    data = loader(12, 6)
+    Trainer(devices=3, strategy="ddp_fork", **options).fit(Talks(), data)
+    print("after", threading.active_count())
+
+
+def parts(text: str, rank: int) -> list[str]:
+    """The lines of a rank, without its number."""
+    start = f"[rank {rank}] " if rank else ""
+    lines = [line for line in text.splitlines() if bool(rank) == line.startswith("[rank ") and line.startswith(start)]
+    return [line.removeprefix(start) for line in lines]
+
+
+def test_each_line_has_its_rank(ending: Ending) -> None:
+    (end,) = ending.ends(talk, **ALONE)
+    assert end.code == 0, end.text
+    stdout = end.text.removesuffix(end.stderr)
+    for rank in range(3):
+        of_caller = ["before"] * (rank == 0), ["after 1"] * (rank == 0)
+        assert parts(stdout, rank) == [*of_caller[0], f"a {rank} {'a' * 3000} ", f"b {rank}", *of_caller[1]]
+        lines = parts(end.stderr, rank)
+        assert lines[0] == f"c {rank}" and "endof all" in lines and "ranks" in lines
+        assert sum(f"UserWarning: of rank {rank}" in line for line in lines) == 1
+    assert end.stderr.count("UserWarning: of all") == 2, "twice on one rank"
+
+
+def in_folder(rank: int, folder: str) -> None:
+    talk(rank, worker_logs=folder, enable_progress_bar=True)
+    Trainer(devices=3, strategy="ddp_fork", worker_logs=folder).validate(Talks(), loader(12, 6))
+
+
+def test_files(ending: Ending, tmp_path: Path) -> None:
+    pytest.importorskip("tqdm")
+    (end,) = ending.ends(in_folder, str(tmp_path / "new" / "logs"), **ALONE)
+    assert end.code == 0, end.text
+    assert end.text.removesuffix(end.stderr).splitlines() == ["before", "after 1"]
+    assert end.stderr.count(f"The output of the ranks is in {tmp_path}/new/logs/rank-0-*.log, and so on.\n") == 1
+    assert "Epoch 1: 100%" in end.stderr and "UserWarning" not in end.stderr
+    files = {path.name: path.read_text() for path in (tmp_path / "new" / "logs").iterdir()}
+    assert sorted(files) == [f"rank-{rank}-{name}.log" for rank in range(3) for name in ("stderr", "stdout")]
+    assert files["rank-2-stdout.log"] == f"a 2 {'a' * 3000} \nb 2\n"
+    assert files["rank-2-stderr.log"].startswith("c 2\nendof all\nranks\n")
+    assert "Epoch" not in files["rank-0-stderr.log"]
+
+
+@pytest.mark.parametrize("name", ["rank-0-stdout.log", "rank-1-stderr.log"])
+def test_a_link_is_not_followed(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match=rf"worker_logs='{tmp_path}' cannot hold .*{name}.*\[J710\]"):
+        Trainer(devices=2, strategy="ddp_fork", worker_logs=tmp_path).fit(Classifier(), loader(12, 6))
+    assert not (tmp_path / "other").exists()
+
+
+class IsKilled(Classifier):
+    """Rank 1 is killed by its last statement."""
+
+    def on_train_start(self) -> None:
+        print("last line of", self.trainer.global_rank)
+        os.write(2, b"native\n")
+        self.trainer.run.collective.barrier()
+        if self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_killed(rank: int, folder: str | None) -> None:
+    Trainer(devices=2, strategy="ddp_fork", worker_logs=folder).fit(IsKilled(), loader(12, 6))
+
+
+def test_a_killed_rank_loses_no_line(ending: Ending, tmp_path: Path) -> None:
+    (here,) = ending.ends(is_killed, None, **ALONE)
+    assert "WorkerDied: Rank 1 was killed by SIGKILL" in here.error
+    assert {"last line of 0", "[rank 1] last line of 1"} <= set(here.text.splitlines())
+    (end,) = ending.ends(is_killed, str(tmp_path), **ALONE)
+    assert "WorkerDied" in end.error and "last line" not in end.text
+    assert (tmp_path / "rank-1-stdout.log").read_text() == "last line of 1\n"
+    assert (tmp_path / "rank-1-stderr.log").read_text() == "native\n"
+
+
+class Asks(Classifier):
+    """Rank 0 asks the person at the terminal, as a debugger does."""
+
+    def on_train_start(self) -> None:
+        if self.trainer.global_rank == 0:
+            sys.stdin = os.fdopen(os.open("/dev/stdin", os.O_RDONLY))  # multiprocessing has closed it
+            print("answer", input("(Pdb) "), sys.stdout.isatty(), sys.stderr.isatty(), flush=True)
+
+
+def asks(rank: int, terminal: str) -> None:
+    for number in range(3):
+        os.dup2(os.open(terminal, os.O_RDWR), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    Trainer(devices=2, strategy="ddp_fork", enable_progress_bar=False).fit(Asks(), loader(12, 6))
+
+
+def test_rank_0_in_a_terminal(ending: Ending) -> None:
+    controlling, terminal = pty.openpty()
+    os.write(controlling, b"yes\n")
+    (end,) = ending.ends(asks, os.ttyname(terminal), **ALONE)
+    assert (end.code, os.read(controlling, 1000)) == (0, b"yes\r\n(Pdb) answer yes True True\r\n"), end.text
+    os.close(terminal)
+    os.close(controlling)
+
+
+SCRIPT = """
+from tests.joinables.trainer.test_output import Talks, Trainer, loader
+
+if __name__ == "__main__":
+    Trainer(devices=2).fit(Talks(), loader(12, 6))
+"""
+
+
+@at_night
+def test_spawned(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=True)
+    assert parts(ended.stdout, 1) == [f"a 1 {'a' * 3000} ", "b 1"]
+    assert ended.stderr.count("UserWarning: of all") == 1 and "UserWarning: of rank 1" in ended.stderr

@@ -49,6 +49,10 @@ class Checkpointed(Net):
         return checkpoint(super().forward, x, number, use_reentrant=True)
 
 
+def flat_gradients(net: Net) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
+
+
 class Case(NamedTuple):
     """How to train; ``what`` is a word for each peculiarity."""
 
@@ -404,6 +408,26 @@ def collects_a_window(rank: int) -> str:
 def test_losses_that_are_scaled_in_another_step_are_refused(pool: Pool) -> None:
     for text in pool.run(collects_a_window):
         assert text.startswith("2 losses were scaled in step 3 of join.iterate, but none in an earlier step")
+
+
+def skips_a_step(rank: int) -> torch.Tensor:
+    """Two losses in each step, none of them in step 3, on all ranks."""
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for step, x in enumerate(join.iterate([batch(rank, step) for step in range(COUNTS[rank])], window=2)):
+            for _ in range(2 * (step != 2)):
+                join.scale(ddp(x).square().mean() / 2).backward()
+    return flat_gradients(net)
+
+
+def test_a_loop_with_two_losses_in_a_step_may_skip_a_step(pool: Pool) -> None:
+    net = Net()
+    for step, batches_of_window in {0: 4, 1: 4, 3: 3, 4: 1}.items():
+        for rank in (rank for rank, count in enumerate(COUNTS) if step < count):
+            (net(batch(rank, step)).square().mean() / batches_of_window).backward()
+    for found in pool.run(skips_a_step):
+        torch.testing.assert_close(found, flat_gradients(net))
 
 
 def scales_before_the_gate(rank: int) -> str:

@@ -410,6 +410,35 @@ def test_losses_that_are_scaled_in_another_step_are_refused(pool: Pool) -> None:
         assert text.startswith("2 losses were scaled in step 3 of join.iterate, but none in an earlier step")
 
 
+def rows_of(pair: list[torch.Tensor]) -> int:
+    return sum(map(len, pair))
+
+
+def trains_on_lists(rank: int) -> torch.Tensor:
+    """A step has a list of two batches, the last of which may be empty."""
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    own = [batch(rank, step) for step in range(COUNTS[rank])]
+    pairs = [[own[at], *(own[at + 1 : at + 2] or [own[at][:0]])] for at in range(0, len(own), 2)]
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for pair in join.iterate(pairs, weigh=rows_of):
+            for x, context in zip(pair, (ddp.no_sync(), nullcontext()), strict=True):
+                with context:
+                    join.scale(ddp(x).square().sum() / max(1, rows_of(pair))).backward()
+    return flat_gradients(net)
+
+
+def test_a_list_of_batches_is_a_batch(pool: Pool) -> None:
+    """It is what J601 says to do with the batches of a window."""
+    net = Net()
+    for first in range(0, max(COUNTS), 2):
+        steps = [(rank, step) for rank, count in enumerate(COUNTS) for step in (first, first + 1) if step < count]
+        x = torch.cat([batch(*each) for each in steps])
+        (net(x).square().sum() / len(x)).backward()
+    for found in pool.run(trains_on_lists):
+        torch.testing.assert_close(found, flat_gradients(net))
+
+
 def skips_a_step(rank: int) -> torch.Tensor:
     """Two losses in each step, none of them in step 3, on all ranks."""
     net = Net()

@@ -172,6 +172,7 @@ def test_each_loop_is_run() -> None:
 
 CONTRASTIVE = {  # lines of the guide's loop, and the lines that its table says to write instead
     "the same on all ranks": {},
+    "with a parameter": {"@ features.T": "@ features.T * model.module.layers[1].bias.sum().exp()"},
     "own rows": {
         "iterate(loader)": "iterate([(x[: 2 + dist.get_rank()], y) for x, y in loader], weigh=lambda b: len(b[0]))",
         "features = rows_of_all(model(x))": "features = rows_of_all(own := model(x))",
@@ -201,7 +202,8 @@ def test_a_loss_over_the_samples_of_all_ranks(pool: Pool, kind: str) -> None:
         ranks = [rank for rank, count in enumerate(COUNTS) if step < count]
         rows = [batch(rank, 0, step)[0][: 2 + rank if kind == "own rows" else None] for rank in ranks]
         features = model(torch.cat(rows))
-        loss = nn.functional.cross_entropy(features @ features.T, torch.arange(len(features)))
+        factor = model.layers[1].bias.sum().exp() if kind == "with a parameter" else 1
+        loss = nn.functional.cross_entropy(features @ features.T * factor, torch.arange(len(features)))
         (loss / min(window, max(COUNTS) - step // window * window)).backward()
         if (step + 1) % window == 0 or step + 1 == max(COUNTS):
             optimizer.step()

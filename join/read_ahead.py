@@ -32,9 +32,7 @@ class ReadAhead:
     def __init__(self, loader: Iterable[Any], weigh: Callable[[Any], Any] | None) -> None:
         self.loader: Iterable[Any] = loader
         self._name = type(loader).__name__
-        self._source: Iterator[Any] | None = (
-            None  # until the first read: a script may set the epoch before
-        )
+        self._source: Iterator[Any] | None = None  # until the first read: a script may set the epoch before
         self.ended = False
         """Whether the loader has no batches beyond those read."""
         self.held: deque[tuple[Any, float, Any]] = deque()

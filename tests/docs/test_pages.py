@@ -202,7 +202,7 @@ def test_a_loss_over_the_samples_of_all_ranks(pool: Pool, kind: str) -> None:
         ranks = [rank for rank, count in enumerate(COUNTS) if step < count]
         rows = [batch(rank, 0, step)[0][: 2 + rank if kind == "own rows" else None] for rank in ranks]
         features = model(torch.cat(rows))
-        factor = model.layers[1].bias.sum().exp() if kind == "with a parameter" else 1
+        factor = model.get_parameter("layers.1.bias").sum().exp() if kind == "with a parameter" else 1
         loss = nn.functional.cross_entropy(features @ features.T * factor, torch.arange(len(features)))
         (loss / min(window, max(COUNTS) - step // window * window)).backward()
         if (step + 1) % window == 0 or step + 1 == max(COUNTS):

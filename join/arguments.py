@@ -173,7 +173,8 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
             names = ", ".join(joinable.join_name for joinable in joinables)
             raise ValueError(
                 f"Join([{names}]) lists no object that communicates. Add the DistributedDataParallel module, or another"
-                " Joinable, to the list. [J013]"
+                " Joinable, to the list. If the loop reduces gradients itself, write Join([], process_group=None), and"
+                " loop over join.iterate. [J013]"
             )
         return SingleCollective() if group is ... else collective_of(group)
     first, *others = [joinable for joinable in communicating if joinable.has_own_group] or communicating

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from join.collectives._torch_private import pytree
+from join.collectives.plain import Exact
 from join.errors import described
 
 
@@ -34,10 +35,12 @@ class Step:
             ranks that contribute to a burst.
         first_with_data: The lowest rank that has data in this step; if no rank has, in the last step with data.
         weight: The weight of this rank's batch; 0 for a dummy batch.
+        of_all: The sum of the weights of all ranks' batches in this step.
         total: The sum of the weights of all ranks' batches, over all steps of the accumulation window of this step.
         window: The number of this accumulation window, which no other window of this process has.
         ends_window: Whether this step is the last one of its accumulation window.
         losses: The number of losses that were scaled in this step.
+        usual: The largest number of losses that were scaled in an earlier step.
         skipped: The number of earlier steps of its accumulation window in which no loss was scaled.
     """
 
@@ -49,10 +52,12 @@ class Step:
     contributors: int = 0
     first_with_data: int = 0
     weight: float = 1.0
+    of_all: Exact = 0
     total: float = 1.0
     window: int = 0
     ends_window: bool = True
     losses: int = 0
+    usual: int = 1
     skipped: int = 0
 
 

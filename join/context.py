@@ -393,6 +393,28 @@ class Join:
         return PLAIN if self._channel is None else self._channel.step
 
     @property
+    def total_weight(self) -> float:
+        """Sum of the weights of all ranks' batches in this step of :meth:`iterate`, known without a collective.
+
+        Without ``weigh`` it is the number of ranks with data. It is the count that belongs to :meth:`mean`.
+
+        Example::
+
+            for x, y in join.iterate(loader, weigh=lambda batch: len(batch[0])):
+                loss = train_step(x, y)
+                meter.update(join.mean(loss.item()), join.total_weight)  # the same meter on all ranks
+
+        Raises:
+            JoinError: Outside a loop over :meth:`iterate`.
+        """
+        if not self._step.in_loop:
+            raise JoinError(
+                "join.total_weight was read outside a loop over join.iterate, but only there all ranks know the weights"
+                " of a step. Loop over join.iterate(loader), or list a joinables.Mean in the block. [J735]"
+            )
+        return float(self._step.of_all * (1 if self._block is not None else self._collective.world_size))
+
+    @property
     def ends_window(self) -> bool:
         """Whether this step completes the gradients of an accumulation window.
 

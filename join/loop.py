@@ -95,7 +95,6 @@ class Loop(Lockstep, Iterable[T]):
         options: The other arguments of ``Join.iterate``.
 
     Raises:
-        TypeError: If the loader cannot be iterated.
         ValueError: If the dummy batches would count in a listed module.
     """
 
@@ -111,7 +110,7 @@ class Loop(Lockstep, Iterable[T]):
                 " without samples. [J074]"
             )
         super().__init__(channel)
-        self._options, self._own_length = options, length_of(loader)
+        self._options = options
         self.ahead = ReadAhead(loader, options.weigh)
         """Batches that were read and not yielded."""
         self._template: Any = None  # the batch that dummies are made of
@@ -251,7 +250,7 @@ class Loop(Lockstep, Iterable[T]):
         del self.on_begin  # which refers to the Join, which refers to this loop
         channel, options = self.channel, self._options
         self.begin()
-        lengths = channel.check_same("join.iterate", options.to_compare(), self._own_length)
+        lengths = channel.check_same("join.iterate", options.to_compare(), length_of(self.ahead.loader))
         window = self._read_all() if options.window == "all" else options.window
         if lengths is not None:
             self._length = lengths[0] if options.until == "first" or options.throw else lengths[1]
@@ -380,8 +379,9 @@ class Loop(Lockstep, Iterable[T]):
             return self.leave()
         self.phase, self.channel.step = Phase.OVER, self.step
         if self.step.is_dummy and not isinstance(error, JoinError):
-            note = f"This rank was out of data and got a dummy batch (dummy={self._options.dummy!r})."
-            if self._options.dummy == "empty":
+            rank, dummy = self.channel.collective.rank, self._options.dummy
+            note = f"Rank {rank} was out of data and got a dummy batch (dummy={dummy!r})."
+            if dummy == "empty":
                 note += " A mean over no samples is NaN. If the body cannot process an empty batch, pass dummy='last'."
             note += " Check a loss only if join.shadowing is False"
             add_note(error, note)
@@ -416,11 +416,11 @@ class Batches(Iterable[T]):
         return len(self.join_loop)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict", "set_epoch"):
+        late = name in ("load_state_dict", "set_epoch") and self.join_loop.phase is not Phase.NEW
+        if late or name == "state_dict":
             raise AttributeError(
                 f"join.iterate(loader) has no {name}, because it reads batches ahead of the loop body. Save"
-                " join.loader_state(). Call load_state_dict and set_epoch on the loader itself, before join.iterate."
-                " [J684]"
+                " join.loader_state(). Call load_state_dict and set_epoch before the first step. [J684]"
             )
         return getattr(object.__getattribute__(self, "join_loader"), name)
 

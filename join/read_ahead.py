@@ -30,9 +30,9 @@ class ReadAhead:
     """
 
     def __init__(self, loader: Iterable[Any], weigh: Callable[[Any], Any] | None) -> None:
-        self._loader: Iterable[Any] | None = loader
+        self.loader: Iterable[Any] = loader
         self._name = type(loader).__name__
-        self._source: Iterator[Any] = iter(loader)
+        self._source: Iterator[Any] | None = None  # until the first read: a script may set the epoch before
         self.ended = False
         """Whether the loader has no batches beyond those read."""
         self.held: deque[tuple[Any, float, Any]] = deque()
@@ -43,7 +43,7 @@ class ReadAhead:
         """Exception or interrupt of the loader, which is not asked for batches again."""
         self._has_state = callable(getattr(loader, "state_dict", None))
         self._state_at_end: Any = None
-        self.state = self._copy_state() if self._has_state else None
+        self.state: Any = None
         """The loader's state after the batch that was taken from ``held`` last."""
 
     def end(self) -> None:
@@ -53,12 +53,15 @@ class ReadAhead:
 
     def close(self) -> None:
         """Release the loader, so that its workers can end, and keep the batches that were read."""
-        self.ended, self._loader, self._source = True, None, iter(())
+        self.ended, self.loader, self._source = True, (), iter(())
 
     def read(self, number: int) -> None:
         """Read batches until this rank holds ``number`` of them, or the loader has no more."""
         while len(self.held) < number and not self.ended:
             try:
+                if self._source is None:
+                    self._source = iter(self.loader)
+                    self.state = self._copy_state() if self._has_state else None
                 batch = next(self._source, self)
                 state = self._copy_state() if self._has_state else None
                 if batch is self:  # the default of next(), so the loader has no more batches
@@ -95,6 +98,6 @@ class ReadAhead:
     def _copy_state(self) -> object:
         """Return a copy of the loader's state, since the loader may change the object; or the exception it raised."""
         try:
-            return copy.deepcopy(cast("Any", self._loader).state_dict())
+            return copy.deepcopy(cast("Any", self.loader).state_dict())
         except Exception as error:  # raised only if the user asks for the state
             return error

@@ -178,10 +178,11 @@ class Rounds:
         step = Step(in_loop=True, number=before.number + 1, is_dummy=is_dummy, first_with_data=before.first_with_data)
         step.weight, step.total = 0.0 if is_dummy else weight, self._totals[index // self._window]
         step.window = next(_WINDOW_NUMBERS) if before.ends_window else before.window
+        step.usual = before.losses if before.losses > before.usual else before.usual
         step.skipped = 0 if before.ends_window else before.skipped + (not before.losses)
         step.ends_window = self.begun % self._window == 0 or self.begun == self.steps
         if index < len(self.shares):  # if not, the step only fills a window
-            step.contributors, step.first_with_data, _ = self.shares[index]
+            step.contributors, step.first_with_data, step.of_all = self.shares[index]
         return step
 
     # -- roll calls ---------------------------------------------------------------------------------------------------

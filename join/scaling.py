@@ -55,11 +55,11 @@ def factor_in_loop(step: Step, divided_over: float) -> float:
         JoinError: If this loss seems to belong to an earlier batch of the accumulation window.
     """
     step.losses += 1
-    if step.skipped and step.losses > 1:
+    if step.skipped and step.losses > step.usual:  # a loop may have several losses in each step
         raise JoinError(
             f"{step.losses} losses were scaled in step {step.number} of join.iterate, but none in an earlier step of"
             " the same accumulation window. A loss weighs as much as the batch of the current step. Run forward and"
-            " backward of each batch in its own step. join.pending has the next batches. [J601]"
+            " backward of each batch in its own step, or let the loader yield lists of batches. [J601]"
         )
     return step.weight * divided_over / step.total if step.weight else 0.0
 

@@ -28,11 +28,11 @@ class Gather(torch.autograd.Function):
         return total[dist.get_rank()]
 
 
-def rows_of_all(features: torch.Tensor) -> list[torch.Tensor]:
+def rows_of_all(features: torch.Tensor) -> torch.Tensor:
     counts = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, torch.tensor([len(features)]))
     padded = pad(features, (0, 0, 0, int(max(counts)) - len(features)))
-    return [rows[: int(count)] for rows, count in zip(Gather.apply(padded), counts, strict=True) if count]
+    return torch.cat([rows[: int(count)] for rows, count in zip(Gather.apply(padded), counts, strict=True)])
 
 
 def loss_of(features: torch.Tensor) -> torch.Tensor:
@@ -43,11 +43,10 @@ def train(rank: int) -> torch.Tensor:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(4, 8))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with Join([model, optimizer]) as join:
+    with Join([model, optimizer], divide_by_initial_world_size=False) as join:
         for x in join.iterate(SAMPLES[rank, : BATCHES[rank], : 4 + rank]):
             optimizer.zero_grad()
-            rows = rows_of_all(model(x))  # each rank with data computes the same loss
-            join.scale(loss_of(torch.cat(rows)) * dist.get_world_size() / len(rows)).backward()
+            join.scale(loss_of(rows_of_all(model(x)))).backward()  # each rank computes the same loss
             optimizer.step()
     return model.module.weight.detach()
 

@@ -273,9 +273,8 @@ class GradientSync(DDPBurst):
             if collective:
                 raise JoinError(
                     f"The loss of {self.join_name} contains {collective}, which passes gradients to other ranks. They"
-                    " are wrong if a rank has no data, unless losses are scaled. Call join.scale(loss).backward(). If"
-                    " the loss is over the samples of all ranks, first multiply it by (number of all ranks) / (number"
-                    " of ranks with data in this step). [J700]"
+                    " are wrong if a rank has no data, unless losses are scaled. Pass"
+                    " divide_by_initial_world_size=False to Join, and call join.scale(loss).backward(). [J700]"
                 )
         scaling.check_backward(self)
 

@@ -170,17 +170,45 @@ def test_each_loop_is_run() -> None:
     assert {page: len(blocks(page)) for page in counts} == counts
 
 
-def test_a_loss_over_the_samples_of_all_ranks(pool: Pool) -> None:
-    """The contrastive loss of the guide gives the result of one process."""
-    model = Net()
+CONTRASTIVE = {  # lines of the guide's loop, and the lines that its table says to write instead
+    "the same on all ranks": {},
+    "with a parameter": {"@ features.T": "@ features.T * model.module.layers[1].bias.sum().exp()"},
+    "own rows": {
+        "iterate(loader)": "iterate([(x[: 2 + dist.get_rank()], y) for x, y in loader], weigh=lambda b: len(b[0]))",
+        "features = rows_of_all(model(x))": "features = rows_of_all(own := model(x))",
+        "features @ features.T, torch.arange(len(features))": (
+            "own @ features.T, (own[:, None] == features).all(2).int().argmax(1)"
+        ),
+    },
+    "accumulation": {
+        "size=False": "size=True",
+        "join.iterate(loader)": "join.iterate(loader, window=2)",
+        "join.scale(loss)": "join.scale(loss * dist.get_world_size() / join.total_weight)",
+        "optimizer.step()": "optimizer.step() if join.ends_window else None",
+        "optimizer.zero_grad()": "optimizer.zero_grad() if not starts % 2 else None; starts += 1",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CONTRASTIVE)
+def test_a_loss_over_the_samples_of_all_ranks(pool: Pool, kind: str) -> None:
+    """The contrastive losses of the guide give the result of one process."""
+    model, code, window = Net(), "starts = 0\n" + blocks("iterate.md")[1], 2 if kind == "accumulation" else 1
+    for old, new in CONTRASTIVE[kind].items():
+        assert old in code
+        code = code.replace(old, new)
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(max(COUNTS)):
-        optimizer.zero_grad()
-        samples = torch.cat([batch(rank, 0, step)[0] for rank, count in enumerate(COUNTS) if step < count])
-        features = model(samples)
-        nn.functional.cross_entropy(features @ features.T, torch.arange(len(features))).backward()
-        optimizer.step()
-    for found in pool.run(follow, blocks("iterate.md")[1], False, True, ranks=len(COUNTS)):
+        ranks = [rank for rank, count in enumerate(COUNTS) if step < count]
+        rows = [batch(rank, 0, step)[0][: 2 + rank if kind == "own rows" else None] for rank in ranks]
+        features = model(torch.cat(rows))
+        factor = model.get_parameter("layers.1.bias").sum().exp() if kind == "with a parameter" else 1
+        loss = nn.functional.cross_entropy(features @ features.T * factor, torch.arange(len(features)))
+        (loss / min(window, max(COUNTS) - step // window * window)).backward()
+        if (step + 1) % window == 0 or step + 1 == max(COUNTS):
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in pool.run(follow, code, False, True, ranks=len(COUNTS)):
         torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
 
 

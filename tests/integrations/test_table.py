@@ -46,6 +46,7 @@ UNREACHABLE = {
     "J564": "it is of plain blocks",
     "J684": "users call joinables.Mean themselves",
     "J686": "users call join.mean themselves",
+    "J735": "users read join.total_weight themselves",
 }
 """Errors whose advice is a loop, and that users of Lightning and of Transformers do not meet."""
 

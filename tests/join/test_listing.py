@@ -47,6 +47,35 @@ def attributes(rank: int) -> list[Any]:
     return found
 
 
+class Epochs:
+    """A loader whose batches and length depend on the epoch when its iterator is made, as those of samplers do."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 1 + self.epoch
+
+    def __iter__(self) -> Any:
+        return iter([self.epoch] * len(self))
+
+
+def sets_the_epoch(rank: int, how: str) -> list[Any]:
+    loader = Epochs()
+    with Join([], process_group=None) as join:
+        batches: Any = join.iterate(loader)
+        batches.set_epoch(2) if how == "method" else setattr(batches, "epoch", 2)
+        return [len(batches), *batches, loader.epoch]
+
+
+@pytest.mark.parametrize("how", ["method", "attribute"])
+def test_an_epoch_that_is_set_before_the_loop_counts(pool: Pool, how: str) -> None:
+    """Scripts set it in the function of the loop, which receives the result of join.iterate."""
+    assert pool.run(sets_the_epoch, how, ranks=2) == [[3, 2, 2, 2, 2]] * 2
+
+
 def test_a_loop_has_the_attributes_of_its_loader(pool: Pool) -> None:
     assert pool.run(attributes, ranks=2) == [[2, 3, False, False, 2]] * 2
 

@@ -49,6 +49,10 @@ class Checkpointed(Net):
         return checkpoint(super().forward, x, number, use_reentrant=True)
 
 
+def flat_gradients(net: Net) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
+
+
 class Case(NamedTuple):
     """How to train; ``what`` is a word for each peculiarity."""
 
@@ -404,6 +408,55 @@ def collects_a_window(rank: int) -> str:
 def test_losses_that_are_scaled_in_another_step_are_refused(pool: Pool) -> None:
     for text in pool.run(collects_a_window):
         assert text.startswith("2 losses were scaled in step 3 of join.iterate, but none in an earlier step")
+
+
+def rows_of(pair: list[torch.Tensor]) -> int:
+    return sum(map(len, pair))
+
+
+def trains_on_lists(rank: int) -> torch.Tensor:
+    """A step has a list of two batches, the last of which may be empty."""
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    own = [batch(rank, step) for step in range(COUNTS[rank])]
+    pairs = [[own[at], *(own[at + 1 : at + 2] or [own[at][:0]])] for at in range(0, len(own), 2)]
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for pair in join.iterate(pairs, weigh=rows_of):
+            for x, context in zip(pair, (ddp.no_sync(), nullcontext()), strict=True):
+                with context:
+                    join.scale(ddp(x).square().sum() / max(1, rows_of(pair))).backward()
+    return flat_gradients(net)
+
+
+def test_a_list_of_batches_is_a_batch(pool: Pool) -> None:
+    """It is what J601 says to do with the batches of a window."""
+    net = Net()
+    for first in range(0, max(COUNTS), 2):
+        steps = [(rank, step) for rank, count in enumerate(COUNTS) for step in (first, first + 1) if step < count]
+        x = torch.cat([batch(*each) for each in steps])
+        (net(x).square().sum() / len(x)).backward()
+    for found in pool.run(trains_on_lists):
+        torch.testing.assert_close(found, flat_gradients(net))
+
+
+def skips_a_step(rank: int) -> torch.Tensor:
+    """Two losses in each step, none of them in step 3, on all ranks."""
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for step, x in enumerate(join.iterate([batch(rank, step) for step in range(COUNTS[rank])], window=2)):
+            for _ in range(2 * (step != 2)):
+                join.scale(ddp(x).square().mean() / 2).backward()
+    return flat_gradients(net)
+
+
+def test_a_loop_with_two_losses_in_a_step_may_skip_a_step(pool: Pool) -> None:
+    net = Net()
+    for step, batches_of_window in {0: 4, 1: 4, 3: 3, 4: 1}.items():
+        for rank in (rank for rank, count in enumerate(COUNTS) if step < count):
+            (net(batch(rank, step)).square().mean() / batches_of_window).backward()
+    for found in pool.run(skips_a_step):
+        torch.testing.assert_close(found, flat_gradients(net))
 
 
 def scales_before_the_gate(rank: int) -> str:

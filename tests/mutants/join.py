@@ -110,8 +110,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/read_ahead.py",
-        'copy.deepcopy(cast("Any", self._loader).state_dict())',
-        'cast("Any", self._loader).state_dict()',
+        'copy.deepcopy(cast("Any", self.loader).state_dict())',
+        'cast("Any", self.loader).state_dict()',
         "tests/join/loop/test_read_ahead.py::test_the_end_of_an_epoch",
     ),
     Mutant(

@@ -80,6 +80,19 @@ def test_a_dict_has_its_own_order_on_each_rank(pool: Pool) -> None:
         assert (mean["b"], mean["a"]["y"], mean["a"]["z"].tolist()) == (2.0, 1.0, [1.0] * 20)
 
 
+def totals(rank: int, options: dict[str, Any], enable: bool) -> list[float]:
+    with Join([], process_group=None, enable=enable) as join:
+        return [join.total_weight for _ in join.iterate(values_of(rank if enable else 0), **options)]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_total_weight_of_a_step(pool: Pool, window: int) -> None:
+    weights = [sum(values) for values in STEPS]
+    assert pool.run(totals, {"weigh": torch.Tensor.item, "window": window}, True) == [weights] * 3
+    assert pool.run(totals, {"window": window, "lookahead": 3}, True) == [[float(len(values)) for values in STEPS]] * 3
+    assert pool.run(totals, {}, False) == [[3.0] * 3] * 3
+
+
 def test_mean_of_no_weight(pool: Pool) -> None:
     assert all(map(math.isnan, pool.run(mean_of_nothing)))
 
@@ -104,6 +117,8 @@ def test_mean_outside_a_loop_says_what_to_do() -> None:
     join = Join([torch.nn.Linear(1, 1)])
     with join, pytest.raises(JoinError, match=r"outside a loop.*joinables\.Mean.*\[J686\]"):
         join.mean(1.0)
+    with join, pytest.raises(JoinError, match=r"outside a loop.*\[J735\]"):
+        print(join.total_weight)
     with join, pytest.raises(TypeError, match=r"type str\. Pass a number.*\[J680\]"):
         for _ in join.iterate(range(1)):
             join.mean({"loss": "1.0"})

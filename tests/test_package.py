@@ -206,7 +206,7 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
 IMPORTS = """
 import sys, warnings
 import join, joinables, joinables.trainer
-weight = ["torch.distributed.optim", "matplotlib", "torchmetrics", "sklearn"]
+weight = ["torch.distributed.optim", "torch._dynamo", "tensorboard", "matplotlib", "torchmetrics", "sklearn"]
 print([name for name in weight if name in sys.modules])
 old = warnings.filters[:]
 joinables.ZeroStep
@@ -224,7 +224,7 @@ LACKING = {
     "torch.nn.parallel.DistributedDataParallel._sync_module_buffers": (
         "del torch.nn.parallel.DistributedDataParallel._sync_module_buffers"
     ),
-    "torch._dynamo.decorators.skip": "del torch._dynamo.decorators.skip",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": "del torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch.optim.lr_scheduler.LRScheduler": "del torch.optim.lr_scheduler.LRScheduler",
     "torch.distributed.optim.ZeroRedundancyOptimizer._sync_params": (
         "import torch.distributed.optim; del torch.distributed.optim.ZeroRedundancyOptimizer._sync_params"
@@ -235,7 +235,7 @@ LACKING = {
 WITHOUT = """
 import os, warnings
 warnings.simplefilter("ignore")
-import torch._dynamo.decorators, torch.distributed.algorithms.join, torch.nn.parallel, torch.optim.lr_scheduler
+import torch._dynamo, torch.distributed.algorithms.join, torch.nn.parallel, torch.optim.lr_scheduler
 for change in {changes}:
     if os.fork():
         os.wait()

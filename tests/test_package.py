@@ -219,6 +219,18 @@ def test_importing_is_silent_leaves_filters_alone_and_pulls_in_no_optional_weigh
     assert (result.stdout, result.stderr) == ("[]\nTrue\n", "")
 
 
+WORKER = """
+from joinables.trainer import Launcher
+weight = "torch.distributed.optim torch._dynamo tensorboard torchmetrics sklearn matplotlib sympy"
+print(Launcher(2).launch(eval, f"[name for name in {weight.split()} if name in __import__('sys').modules]"))
+"""
+
+
+def test_a_worker_imports_nothing_that_it_does_not_use() -> None:
+    result = python("-c", WORKER)
+    assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
 LACKING = {
     "torch.distributed.Reducer._rebuild_buckets": "del torch.distributed.Reducer._rebuild_buckets",
     "torch.nn.parallel.DistributedDataParallel._sync_module_buffers": (

@@ -54,38 +54,27 @@ def executed(notebook: Path, folder: Path) -> Any:
     return json.loads(result.stdout)
 
 
-REGRESSION = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from joinables.trainer import Trainer, TrainModule
-x = torch.randn(1000, 1000)
-(x @ x).sum()  # on all threads
-class Regression(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-    def training_step(self, batch, batch_idx):
-        return (self.net(batch[0]) - batch[1]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.2)
-x = torch.randn(44, 2)
-rows = TensorDataset(x, x.sum(1, keepdim=True))
-data = DataLoader(rows, 4, shuffle=True, collate_fn=lambda rows: [torch.stack(part) for part in zip(*rows)])
-module, trainer = Regression(), Trainer(devices=3, accelerator="cpu", max_epochs=30)
-trainer.fit(module, data)
-print(trainer.global_step, [round(weight, 2) for weight in module.net.weight.flatten().tolist()])
-"""
-
-
 @needs_jupyter
 @at_night
-def test_a_trainer_in_a_notebook(short_path: Path) -> None:
-    cell = {"cell_type": "code", "source": REGRESSION, "metadata": {}, "outputs": [], "execution_count": None}
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    path = short_path / "regression.ipynb"
-    path.write_text(json.dumps({"cells": [cell], "metadata": kernel, "nbformat": 4, "nbformat_minor": 4}))
-    [output] = executed(path, short_path)["cells"][0]["outputs"]
-    assert "".join(output["text"]) == "120 [1.0, 1.0]\n"
+def test_a_regression_of_a_user(short_path: Path) -> None:
+    cells = executed(ROOT / "tests" / "projects" / "regression.ipynb", short_path)["cells"]
+    first, _, fit, predict, mistake = (cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    assert len(first) == 1  # nothing warns
+    *screen, result = fit
+    assert {output["name"] for output in screen} == {"stderr"}
+    bars = "".join("".join(output["text"]) for output in screen)
+    assert "\x1b[A" not in bars and "Warning" not in bars
+    last = bars.rstrip().rpartition("\r")[2]
+    assert re.fullmatch(r"Epoch \d+: 100%.* 11/11 \[.*, loss=0\.\d+, val_loss=0\.\d+\]", last), last
+    told = "".join(result["data"]["text/plain"])
+    assert told.startswith("Result(stage='fit', epochs=") and len(told) < 250
+    *_, text = ("".join(output["text"]) for output in predict if output["name"] == "stdout")
+    assert len(numbers := re.findall(r"0\.\d{4}", text)) == 2 and numbers[0] == numbers[1], text
+    error = mistake[-1]
+    assert (error["ename"], error["evalue"][:43]) == ("RuntimeError", "mat1 and mat2 must have the same dtype, but")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error["traceback"]))
+    for line in ("return (self(x.double()) - y).square().mean()", "trainer.fit(Wrong(), DataLoader(training, 16))"):
+        assert line in shown
 
 
 @needs_jupyter

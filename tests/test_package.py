@@ -209,7 +209,7 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
 IMPORTS = """
 import sys, warnings
 import join, joinables, joinables.trainer
-weight = ["torch.distributed.optim", "matplotlib", "torchmetrics", "sklearn"]
+weight = ["torch.distributed.optim", "torch._dynamo", "tensorboard", "matplotlib", "torchmetrics", "sklearn"]
 print([name for name in weight if name in sys.modules])
 old = warnings.filters[:]
 joinables.ZeroStep
@@ -222,12 +222,24 @@ def test_importing_is_silent_leaves_filters_alone_and_pulls_in_no_optional_weigh
     assert (result.stdout, result.stderr) == ("[]\nTrue\n", "")
 
 
+WORKER = """
+from joinables.trainer import Launcher
+weight = "torch.distributed.optim torch._dynamo tensorboard torchmetrics sklearn matplotlib sympy"
+print(Launcher(2).launch(eval, f"[name for name in {weight.split()} if name in __import__('sys').modules]"))
+"""
+
+
+def test_a_worker_imports_nothing_that_it_does_not_use() -> None:
+    result = python("-c", WORKER)
+    assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
 LACKING = {
     "torch.distributed.Reducer._rebuild_buckets": "del torch.distributed.Reducer._rebuild_buckets",
     "torch.nn.parallel.DistributedDataParallel._sync_module_buffers": (
         "del torch.nn.parallel.DistributedDataParallel._sync_module_buffers"
     ),
-    "torch._dynamo.decorators.skip": "del torch._dynamo.decorators.skip",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": "del torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch.optim.lr_scheduler.LRScheduler": "del torch.optim.lr_scheduler.LRScheduler",
     "torch.distributed.optim.ZeroRedundancyOptimizer._sync_params": (
         "import torch.distributed.optim; del torch.distributed.optim.ZeroRedundancyOptimizer._sync_params"
@@ -238,7 +250,7 @@ LACKING = {
 WITHOUT = """
 import os, warnings
 warnings.simplefilter("ignore")
-import torch._dynamo.decorators, torch.distributed.algorithms.join, torch.nn.parallel, torch.optim.lr_scheduler
+import torch._dynamo, torch.distributed.algorithms.join, torch.nn.parallel, torch.optim.lr_scheduler
 for change in {changes}:
     if os.fork():
         os.wait()

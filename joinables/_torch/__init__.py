@@ -9,10 +9,13 @@ require(
     {
         "torch._C": ("_current_graph_task_id", "_will_engine_execute_node"),
         "torch:_C._functions.AccumulateGrad": ("_register_hook_dict",),
-        "torch._C._dynamo.eval_frame": ("get_eval_frame_callback",),
-        "torch._dynamo.decorators": ("skip",),
-        "torch._dynamo.eval_frame": ("OptimizedModule",),
-        "torch": ("_foreach_mul_",),
+        "torch._C._dynamo.eval_frame": (
+            "_FrameAction",
+            "_FrameExecStrategy",
+            "get_eval_frame_callback",
+            "set_code_exec_strategy",
+        ),
+        "torch": ("_disable_dynamo", "_foreach_mul_"),
         "torch.autograd": ("_unsafe_preserve_version_counter",),
         "torch.autograd:Variable._execution_engine": ("queue_callback",),
         "torch:Tensor": ("_backward_hooks", "_version"),

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch._dynamo import decorators
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import _JoinConfig as TorchJoinConfig
 from torch.utils.data import DataLoader
@@ -49,17 +48,21 @@ compiler_under_way: Callable[[], object] = eval_frame.get_eval_frame_callback
 def not_compiled(function: F) -> F:
     """Exclude a function from compilation, but not the functions that it calls.
 
-    Replaces ``torch.compiler.disable``, a slow call.
+    Replaces ``torch.compiler.disable``, a slow call, and ``torch._dynamo.skip``, whose import takes a second.
     """
-    return cast("F", decorators.skip(function))
+    action = eval_frame._FrameAction
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    cast("Any", function)._torchdynamo_disable = True
+    return function
 
 
 def uncompiled(function: F) -> F:
     """Exclude a function, and the functions that it calls, from compilation.
 
-    Calls are slow even if nothing is compiled.
+    Calls are slow even if nothing is compiled. Replaces ``torch.compiler.disable``, which imports the compiler at once;
+    this imports it at the first call.
     """
-    return cast("F", torch.compiler.disable(function))
+    return cast("F", torch._disable_dynamo(function))
 
 
 @uncompiled

@@ -27,8 +27,9 @@ def is_watched() -> bool:
 class ProgressBar(Callback):
     """Callback that shows a bar for each epoch and each evaluation on rank 0, with metrics and the ranks with data.
 
-    The bar of an epoch stays on the screen, with the metrics of the epoch. Without tqdm, only a line for each epoch
-    and each evaluation is printed.
+    The bar of an epoch stays on the screen, with the metrics of the epoch. On a terminal, the validation of the epoch
+    has a bar below it; elsewhere, the bar of the epoch says that the module is validated. Without tqdm, only a line for
+    each epoch and each evaluation is printed.
     """
 
     def __init__(self) -> None:
@@ -94,6 +95,10 @@ class ProgressBar(Callback):
         try:
             tqdm = cast("Any", import_module("tqdm")).tqdm
         except ImportError:
+            self._bars.append(None)
+            return
+        if self._bars and not sys.stderr.isatty():  # only a terminal moves the cursor up to a bar above another
+            self._bars[-1].set_postfix_str(title)
             self._bars.append(None)
             return
         # No thread that draws, since a process with threads cannot be forked safely.

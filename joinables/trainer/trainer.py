@@ -80,8 +80,8 @@ class Result:
     epochs: int
     global_step: int
     callback_metrics: Mapping[str, float]
-    callbacks: Mapping[str, Any]
-    join_report: JoinReport | None
+    callbacks: Mapping[str, Any] = field(repr=False)
+    join_report: JoinReport | None = field(repr=False)
     stopped: bool
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     predictions: Sequence[Any] = ()

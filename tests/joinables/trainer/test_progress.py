@@ -16,20 +16,27 @@ from tests.joinables.trainer.ranks import trainer
 from tests.pool import Pool
 
 
-def test_a_bar_shows_steps_metrics_and_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_bar_shows_steps_metrics_and_ranks(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, on_terminal: bool
+) -> None:
+    """A notebook shows the lines of two bars below each other, so it has one bar at a time."""
     pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
     run = Trainer(devices=2, strategy="ddp_fork", max_epochs=2, enable_progress_bar=True)
     module = Classifier()
     run.fit(module, loader(18, 6), loader(12, 6))
     run.test(module, loader(12, 6))
-    pictures = capfd.readouterr().err.replace("\n", "\r").split("\r")
+    shown = capfd.readouterr().err
+    assert ("\x1b[A" in shown) == on_terminal
+    pictures = [each.rstrip() for each in shown.replace("\n", "\r").split("\r")]
     drawn = [each for each in pictures if each.startswith("Epoch 1:") and "ranks" in each]
     first, last = (next(each for each in drawn if f"{done}%" in each) for done in (50, 100))
     assert "train_loss=" in first and first.endswith("2 of 2 ranks]")
     assert last.endswith("1 of 2 ranks]")
     kept = next(each for each in reversed(pictures) if "Epoch 2: 100%" in each)
     assert kept.endswith(f"train_loss={run.metrics['train_loss']:.4g}, val_loss={run.metrics['val_loss']:.4g}]")
-    assert any(each.startswith("validate: 100%") for each in pictures)
+    assert any(each.startswith("validate: 100%") if on_terminal else each.endswith(", validate]") for each in pictures)
     assert any(each.endswith(f"test_loss={run.metrics['test_loss']:.4g}]") for each in pictures)
 
 

@@ -49,7 +49,6 @@ __all__ = ["NotExact", "RankFailed", "assert_equals_one_process", "run_ranks", "
 
 T = TypeVar("T")
 
-_HEAD = "\n\n-- "  # before the text of a rank
 _OWN_FRAME = f'  File "{__file__}"'
 _NO_LIMIT = 1e6  # seconds
 _BEYOND_LIMIT = 60.0  # seconds after the limit when operations of a rank expire; until then it shows its stack
@@ -124,7 +123,7 @@ def run_ranks(
         if not (failed or running):
             return [pickle.loads(result.read_bytes()) for result in results]
         texts = [_text(rank, ranks[rank].exitcode if failed else None, Path(name)) for rank in failed or running]
-    cause = texts[0].splitlines()[-1].removeprefix(_HEAD)
+    cause = texts[0].splitlines()[-1].removeprefix("-- ")
     problem = f"{failed} failed: {cause}" if failed else f"{running} did not return in {limit:g} s"
     #: SIGKILL is sent when memory has run out, SIGABRT and SIGSEGV come from native code. If a rank exited while it
     #: imported the main script, put the call of run_ranks under if __name__ == "__main__". In a notebook, pass
@@ -172,9 +171,9 @@ def _text(rank: int, code: int | None, folder: Path) -> str:
     trace = folder / f"trace-{rank}"
     text = trace.read_text().strip() if trace.exists() else "It ended before it began"
     if code is None:
-        return f"{_HEAD}rank {rank} did not return\n{text.partition(_OWN_FRAME)[0]}".rstrip()  # innermost frame first
+        return f"\n\n-- rank {rank} did not return\n{text.partition(_OWN_FRAME)[0]}".rstrip()  # innermost frame first
     name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-    return f"{_HEAD}rank {rank} {f'was killed by {name}' if code < 0 else f'exited with code {code}'}\n{text}".rstrip()
+    return f"\n\n-- rank {rank} {f'was killed by {name}' if code < 0 else f'exited with code {code}'}\n{text}".rstrip()
 
 
 def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limit: float) -> None:

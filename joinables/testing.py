@@ -125,7 +125,7 @@ def run_ranks(
         texts = [_text(rank, ranks[rank].exitcode if failed else None, Path(name)) for rank in failed or running]
     cause = texts[0].splitlines()[-1].removeprefix("-- ")
     problem = f"{failed} failed: {cause}" if failed else f"{running} did not return in {limit:g} s"
-    #: SIGKILL is sent when memory has run out, SIGABRT and SIGSEGV come from native code. If a rank exited while it
+    #: SIGKILL is sent when memory has run out. SIGABRT and SIGSEGV come from native code. If a rank exited while it
     #: imported the main script, put the call of run_ranks under if __name__ == "__main__". In a notebook, pass
     #: start_method='fork'.
     raise RankFailed(f"Ranks {problem}. Read their tracebacks or stacks below. [J671]" + "".join(texts))
@@ -171,7 +171,7 @@ def _text(rank: int, code: int | None, folder: Path) -> str:
     trace = folder / f"trace-{rank}"
     text = trace.read_text().strip() if trace.exists() else "It ended before it began"
     if code is None:
-        return f"\n\n-- rank {rank} did not return\n{text.partition(_OWN_FRAME)[0]}".rstrip()  # innermost frame first
+        return f"\n\n-- rank {rank} did not return\n{text.rpartition(_OWN_FRAME)[0]}".rstrip()  # innermost frame first
     name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
     return f"\n\n-- rank {rank} {f'was killed by {name}' if code < 0 else f'exited with code {code}'}\n{text}".rstrip()
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, JoinTimeoutError
 from join.collectives._torch_private import timeout_of
 from joinables.testing import NotExact, RankFailed, assert_equals_one_process, concatenated, run_ranks, uneven
 from tests.ending import Ending
@@ -82,15 +82,17 @@ def test_the_rank_that_failed_first_is_blamed(fn: Callable[[int], None], told: s
 
 
 def hangs(rank: int) -> None:
+    if rank == 2:
+        raise JoinTimeoutError("rank 1 is late")  # the rank waits for the cause before it ends
     while rank == 1:
         time.sleep(1)
 
 
 def test_ranks_that_hang_show_where(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"^Ranks \[0, 1\] did not return in 4 s") as caught:
-        run(hangs, 2, timeout=4)
-    assert ", in hangs" not in str(caught.value) and " in hangs\n" not in str(caught.value).partition("-- rank 1")[0]
-    assert str(caught.value).endswith(" in hangs")
+    with pytest.raises(RankFailed, match=r"^Ranks \[0, 1, 2\] did not return in 4 s") as caught:
+        run(hangs, 3, timeout=4)
+    first, second, third = (text.partition("-- ")[0].rstrip() for text in str(caught.value).split("-- rank ")[1:])
+    assert " in hangs" not in first and second.endswith(" in hangs") and "JoinTimeoutError: rank 1 is late" in third
 
 
 def limit_of_the_group(rank: int) -> float:
@@ -170,6 +172,16 @@ def a_text(loader: list[Any], rank: int, world_size: int) -> Any:
 def test_a_training_that_ends_with_nothing_is_not_exact(train: Any) -> None:
     with pytest.raises(ValueError, match=r"no tensor or number.*\[J674\]"):
         check(train, BATCHES, [(8, 0)])
+
+
+def yields_more(loader: list[Any], rank: int, world_size: int) -> Iterator[Any]:
+    yield from [torch.ones(1)] * world_size
+    return torch.full((1,), world_size)
+
+
+def test_ends_are_compared_after_unlike_numbers_of_steps() -> None:
+    with pytest.raises(NotExact, match="rank 0 at the end"):
+        check(yields_more, BATCHES, [(8, 0)])
 
 
 @dataclass

@@ -101,7 +101,7 @@ def listed(objects: Any, group: Any) -> list[Any]:
     """
     # A Sequential or a ModuleList can be iterated. Without this check, Join would treat it as a list of layers.
     if isinstance(objects, (torch.nn.Module, str)) or not isinstance(objects, Iterable):
-        raise TypeError(f"joinables is a {type(objects).__name__}, not a list. Write Join([...]). [J010]")
+        raise TypeError(f"joinables is of type {type(objects).__name__}, not a list. Write Join([...]). [J010]")
     objects = list(cast("Iterable[Any]", objects))
     if all(obj is None for obj in objects) and group is ...:
         raise ValueError(
@@ -225,8 +225,8 @@ def check_initialised(joinable: Any) -> None:
     """
     if not hasattr(joinable, "_join_config"):
         raise TypeError(
-            f"A {type(joinable).__name__} object is not an initialised Joinable. Derive its class from Joinable, and"
-            " call Joinable.__init__(self) in its constructor. [J017]"
+            f"An object of type {type(joinable).__name__} is not an initialised Joinable. Derive its class"
+            " from Joinable, and call Joinable.__init__(self) in its constructor. [J017]"
         )
 
 

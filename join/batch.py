@@ -158,7 +158,7 @@ def _rebuilt(container: Any, items: list[tuple[Any, Any]], mapped: dict[int, Any
     except Exception as error:
         problem = described(error)
     raise TypeError(
-        f"A {type(container).__name__} in a batch cannot be built again with new tensors ({problem}). Put tensors"
-        " into lists, tuples, dicts or dataclasses, or pass join.iterate(..., dummy=function) with a function that"
-        " makes a dummy batch. [J555]"
+        f"An object of type {type(container).__name__} in a batch cannot be built again with new tensors ({problem})."
+        " Put tensors into lists, tuples, dicts or dataclasses, or pass join.iterate(..., dummy=function) with a"
+        " function that makes a dummy batch. [J555]"
     )

@@ -240,8 +240,8 @@ class OpenBlock:
         joinable = member.joinable
         if joinable is not caller and isinstance(joinable, Burst):
             raise TypeError(
-                f"notify_join_context was called for a {type(caller).__name__}, which announces its bursts by itself."
-                " Remove the call. [J078]"
+                f"notify_join_context was called for an object of type {type(caller).__name__}, which announces its"
+                " bursts by itself. Remove the call. [J078]"
             )
         if member in self._scope.announcing:
             return self.channel.announce(joinable)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from types import MemberDescriptorType
 from typing import Any, TypeVar
 
-import torch
-
+from join.collectives._torch_private import pytree
 from join.joinable import Joinable
 
 T = TypeVar("T")
@@ -43,15 +43,14 @@ def joinables_of(obj: Any) -> list[Joinable]:
         return [obj]
     importlib.import_module("joinables")  # registers the adapters for torch's own objects, once
     cls = next(cls for cls in type(obj).__mro__ if cls in _adapters)
-    is_state = all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
-    if cls is object and (isinstance(obj, type) or not is_state):
-        kind = f"The class {obj.__qualname__}" if isinstance(obj, type) else f"A {type(obj).__qualname__} object"
-        held = [name for name, value in getattr(obj, "__dict__", {}).items() if isinstance(value, torch.nn.Module)]
-        hint = f" It holds a module in .{held[0]}. List that module instead, or do one of these." if held else ""
+    if cls is object and not _has_state(obj):
+        kind, own = ("The class", obj) if isinstance(obj, type) else ("An object of type", type(obj))
+        held = " and ".join(_held_in(obj))
+        hint = f" List its {held} instead, or do one of these." if held else ""
         raise TypeError(
-            f"{kind} cannot join. It is not a Joinable, has no state_dict and load_state_dict, and has no registered"
-            f" adapter.{hint} Remove it from the list, derive its class from join.Joinable, or call"
-            f" join.register_joinable({type(obj).__name__}, adapter). [J096]"
+            f"{kind} {own.__qualname__} cannot join. It is not a Joinable, has no state_dict and"
+            f" load_state_dict, and has no registered adapter.{hint} Remove it from the list, derive its class from"
+            f" join.Joinable, or call join.register_joinable({own.__name__}, adapter). [J096]"
         )
     adapted = _adapters[cls](obj)
     listed = [adapted] if isinstance(adapted, Joinable) else adapted
@@ -61,3 +60,17 @@ def joinables_of(obj: Any) -> list[Joinable]:
             " Joinables from it. [J097]"
         )
     return list(listed)
+
+
+def _has_state(obj: Any) -> bool:
+    methods = (getattr(obj, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(obj, type) and all(map(callable, methods))
+
+
+def _held_in(obj: Any) -> list[str]:
+    """Return the places of objects with state in attributes of ``obj``: ``.ema``, or ``.models[0]``."""
+    kinds = [item for cls in type(obj).__mro__ for item in vars(cls).items()]
+    slots = [name for name, kind in kinds if isinstance(kind, MemberDescriptorType)]
+    attributes = {name: getattr(obj, name, None) for name in (*slots, *getattr(obj, "__dict__", ()))}
+    leaves = {name: pytree.tree_flatten_with_path(value)[0] for name, value in attributes.items()}
+    return [f".{name}{pytree.keystr(path)}" for name in leaves for path, leaf in leaves[name] if _has_state(leaf)]

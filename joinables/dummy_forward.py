@@ -230,9 +230,9 @@ def emptied_output(output: Any) -> Any:
     tensors = tensors_in(output)
     if not tensors and hides_tensors(output):
         raise JoinError(
-            f"A module that cannot take an empty batch returns a {type(output).__name__}, in which Join finds no tensor"
-            " to empty. Return tensors, containers of them, or a dataclass, or use join.iterate(..., dummy='last')."
-            " [J115]"
+            f"A module that cannot take an empty batch returns an object of type {type(output).__name__}, in which Join"
+            " finds no tensor to empty. Return tensors, containers of them, or a dataclass, or use"
+            " join.iterate(..., dummy='last'). [J115]"
         )
     # FSDP2 warns of outputs that are views.
     return map_tensors(lambda tensor: tensor[:0].clone() if tensor.dim() else zero_of(tensor, tensor), output)

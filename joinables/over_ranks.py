@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join import Join, JoinError
+from join import Join, JoinError, ProtocolError
 from join.arguments import checked_weight
 from join.collectives import SingleCollective, collective_of
+from join.errors import described
 from join.joinable import OnGroup
 from join.mean import mean_over_ranks
 from join.options import Options, check_loader
@@ -119,17 +120,32 @@ def steps(loader: Iterable[Any], window: int | Literal["all"] = 1, process_group
     Raises:
         TypeError: On all ranks, if the loader of a rank has no length. If ``window`` is not an integer.
         ValueError: If ``window`` is less than 1.
+        ProtocolError: If another rank passed a wrong argument, or a different ``window``.
         JoinError: In a block.
     """
-    check_loader(loader)
-    Options("all", "empty", 1, None, window, False)  # checks the window
     collective = collective_of(process_group) if dist.is_initialized() else SingleCollective()
     if Join.is_open_on(collective):
         raise JoinError(
             "joinables.steps was called in a block, but the ranks of a block can be at different places. Call it before"
             " the block. [J682]"
         )
-    lengths: list[Any] = collective.all_gather_object(length_of(loader), plain=True)
+    problem = None
+    try:
+        check_loader(loader)
+        Options("all", "empty", 1, None, window, False)  # checks the window
+        own = f"window={window}", length_of(loader)
+    except Exception as error:
+        own, problem = (described(error), None), error
+    ranks: list[Any] = collective.all_gather_object(own, plain=True)  # even with a problem, since others wait for it
+    if problem is not None:
+        raise problem
+    calls, lengths = zip(*ranks, strict=True)
+    if len(set(calls)) > 1:
+        ranks_of = {call: [rank for rank, other in enumerate(calls) if other == call] for call in calls}
+        texts = "; ".join(f"ranks {ranks_of[call]}: {call}" for call in ranks_of)
+        raise ProtocolError(
+            f"Ranks called joinables.steps differently: {texts}. Pass a loader and the same window on all ranks. [J738]"
+        )
     if None in lengths:
         raise TypeError(
             "The number of steps is unknown because the loader of a rank has no length. Pass loaders with a length, or"

@@ -342,7 +342,7 @@ def unlike_others(tree: Any) -> str:
     """Return the reason why a tensor in ``tree`` cannot be sent, such as a shard of several ranks; "" if all can."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor) and (type(leaf) not in _PLAIN or leaf.layout is not torch.strided):
-            return f"it holds a {type(leaf).__name__} of layout {leaf.layout}, which is not a plain tensor"
+            return f"it holds a {leaf.layout} tensor of type {type(leaf).__name__}, which is not a plain tensor"
     return ""
 
 

@@ -27,8 +27,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from numbers import Number
@@ -50,6 +51,7 @@ T = TypeVar("T")
 
 _OWN_FRAME = f'  File "{__file__}"'
 _NO_LIMIT = 1e6  # seconds
+_BEYOND_LIMIT = 60.0  # seconds after the limit when operations of a rank expire; until then it shows its stack
 _AFTER_FAILURE = 10.0  # seconds that a rank waits before it ends, if another rank has caused its failure
 
 
@@ -120,10 +122,12 @@ def run_ranks(
         failed, running = _wait(ranks, results, limit)
         if not (failed or running):
             return [pickle.loads(result.read_bytes()) for result in results]
-        texts = [_text(rank, ranks[rank].exitcode, Path(name)) for rank in failed or running]
-    problem = f"{failed} failed: {texts[0].splitlines()[-1]}" if failed else f"{running} did not return in {limit:g} s"
-    #: A negative exit code is the number of a signal. If a rank exited while it imported the main script, put the call
-    #: of run_ranks under if __name__ == "__main__". In a notebook, pass start_method='fork'.
+        texts = [_text(rank, ranks[rank].exitcode if failed else None, Path(name)) for rank in failed or running]
+    cause = texts[0].splitlines()[-1].removeprefix("-- ")
+    problem = f"{failed} failed: {cause}" if failed else f"{running} did not return in {limit:g} s"
+    #: SIGKILL is sent when memory has run out. SIGABRT and SIGSEGV come from native code. If a rank exited while it
+    #: imported the main script, put the call of run_ranks under if __name__ == "__main__". In a notebook, pass
+    #: start_method='fork'.
     raise RankFailed(f"Ranks {problem}. Read their tracebacks or stacks below. [J671]" + "".join(texts))
 
 
@@ -162,11 +166,14 @@ def _wait(ranks: Sequence[Any], results: Sequence[Path], limit: float) -> tuple[
     return failed, sorted(running.values())
 
 
-def _text(rank: int, code: int, folder: Path) -> str:
+def _text(rank: int, code: int | None, folder: Path) -> str:
+    """Return the traceback of a rank, or with ``code=None`` its stack at the limit."""
     trace = folder / f"trace-{rank}"
     text = trace.read_text().strip() if trace.exists() else "It ended before it began"
-    is_stack = code == -signal.SIGUSR2  # with the innermost frame first
-    return f"\n\n-- rank {rank}, exit code {code}\n{text.partition(_OWN_FRAME)[0] if is_stack else text}".rstrip()
+    if code is None:
+        return f"\n\n-- rank {rank} did not return\n{text.rpartition(_OWN_FRAME)[0]}".rstrip()  # innermost frame first
+    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+    return f"\n\n-- rank {rank} {f'was killed by {name}' if code < 0 else f'exited with code {code}'}\n{text}".rstrip()
 
 
 def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limit: float) -> None:
@@ -176,7 +183,7 @@ def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limi
     trace = Path(folder, f"trace-{rank}").open("w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR2, trace, all_threads=False, chain=True)
     torch.set_num_threads(1)
-    store, seconds = dist.FileStore(f"{folder}/store", world_size), timedelta(seconds=limit)
+    store, seconds = dist.FileStore(f"{folder}/store", world_size), timedelta(seconds=limit + _BEYOND_LIMIT)
     try:
         fn, args = pickle.loads(call) if isinstance(call, bytes) else call
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
@@ -285,9 +292,9 @@ def assert_equals_one_process(
 
     Args:
         train: Your training, called as ``train(loader, rank, world_size)``. ``loader`` is the list of this rank's
-            batches. Return the results to compare: tensors and numbers in nested dicts, lists and tuples, such as
-            ``state_dict``. A generator may also yield such results after each step. Sharded tensors are gathered, so
-            all ranks return or yield them alike.
+            batches. Return the results to compare, such as ``state_dict``: tensors, numbers, texts and numpy arrays
+            in nested dicts, lists, tuples and dataclasses. A generator may also yield such results after each step.
+            Sharded tensors are gathered, so all ranks return or yield them alike.
         batches: The batches of all ranks, distributed by :func:`uneven`.
         counts: The number of batches of each rank, for each run. Let a rank of a run have 0 batches.
         tolerance: The largest difference of two numbers, absolute and relative.
@@ -297,30 +304,36 @@ def assert_equals_one_process(
 
     Raises:
         NotExact: If a result differs. It names the first step that differs, and in it the rank and the tensor.
-        RankFailed: If ``train`` raised an exception.
-        ValueError: If ``counts`` do not fit ``batches``, or if ``train`` returned nothing.
+        RankFailed: If ``train`` raised an exception, or its result contains an object that cannot be compared.
+        ValueError: If ``counts`` is empty or does not fit ``batches``, or if ``train`` returned no tensor or number.
     """
-    for each in counts:
-        _check(train, uneven(batches, each), tolerance, concatenate, options)
+    if not counts or not all(isinstance(each, Sequence) for each in counts):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"counts={counts!r} holds no runs. Pass a list with a tuple for each run, such as counts=[(3, 0, 5)]: the"
+            " number of batches of each rank. [J737]"
+        )
+    for shares in [uneven(batches, each) for each in counts]:
+        _check(train, shares, tolerance, concatenate, options)
 
 
 def _check(train: Any, shares: Sequence[list[Any]], tolerance: float, concatenate: Any, options: Any) -> None:
     counts = [len(share) for share in shares]
     steps = [[share[step] for share in shares if step < len(share)] for step in range(max(counts))]
     [alone] = run_ranks(_record, 1, train, [[concatenate(parts) for parts in steps]], **options)
-    if all(results is None for results in alone):
+    if all(leaf is None for leaf in pytree.tree_leaves(alone[-1])):
         raise ValueError(
-            "train returned nothing to compare. Return the state_dict of the module and of the optimizer. [J674]"
+            "train returned no tensor or number to compare. Return the state_dict of the module and of the optimizer,"
+            " even if train yields results after each step. [J674]"
         )
     ranks: list[list[Any]] = []
     for record in run_ranks(_record, len(shares), train, shares, **options):  # steps on the rank's own batches only
-        ranks.append([*record[:-1], *[...] * (len(alone) - len(record)), record[-1]])
+        ranks.append([*record[:-1], *[...] * len(alone)][: len(alone) - 1] + record[-1:])
     for step, (expected, *found) in enumerate(zip(alone, *ranks, strict=False), 1):
         for rank, own in enumerate(found):
             close: Any = {"rtol": tolerance, "atol": tolerance, "equal_nan": True, "check_dtype": False}
             try:
                 torch.testing.assert_close(expected if own is ... else own, expected, **close)
-            except AssertionError as error:
+            except (AssertionError, TypeError) as error:  # TypeError for objects of different types
                 place = "at the end" if step == len(alone) else f"after step {step}"
                 raise NotExact(
                     f"Ranks with {counts} batches differ from a single process: rank {rank} {place}. List each object"
@@ -341,13 +354,26 @@ def _record(rank: int, train: Callable[..., Any], shares: Sequence[list[Any]]) -
     return [*steps, _copied(result)]
 
 
-def _copied(results: Any) -> Any:
-    """Return a copy in which the values that cannot be compared are ``None``: texts, for example."""
-
-    def copied(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value if isinstance(value, Number) else None
+def _copied(value: Any, place: str = "result") -> Any:
+    """Return a copy that ``assert_close`` can compare: tensors and numbers in dicts. A text becomes a key of a dict."""
+    if isinstance(value, torch.Tensor):
         whole = cast("Any", value).full_tensor() if hasattr(value, "full_tensor") else value
         return whole.detach().to("cpu", copy=True)
-
-    return pytree.tree_map(copied, results)
+    if value is None or isinstance(value, Number):
+        return value
+    if isinstance(value, (str, bytes, Set)):
+        return dict.fromkeys(cast("Set[Any]", value) if isinstance(value, Set) else [value])
+    if hasattr(value, "__array_interface__"):  # an array or a number of numpy
+        with suppress(TypeError, ValueError):
+            return torch.tensor(value.copy(), device="cpu")
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, Sequence):
+        value = dict(enumerate(cast("Sequence[Any]", value)))
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {key: _copied(each, f"{place}[{key!r}]") for key, each in items}
+    raise TypeError(
+        f"train cannot be checked, because {place} is of type {type(value).__name__}, which cannot be compared. Return"
+        " or yield tensors, numbers, texts and numpy arrays, in dicts, lists, tuples and dataclasses. [J736]"
+    )

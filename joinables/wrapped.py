@@ -41,8 +41,8 @@ def holds_optimizers(optimizer: torch.optim.Optimizer) -> bool:
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer and inner.state is not state:
             if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
                 raise TypeError(
-                    f"{type(optimizer).__name__} contains a {type(inner).__name__} in .{name}, but its state_dict does"
-                    f" not return the state of that. List optimizer.{name} instead. [J443]"
+                    f"{type(optimizer).__name__} contains the optimizer {type(inner).__name__} in .{name}, but its"
+                    f" state_dict does not return the state of that. List optimizer.{name} instead. [J443]"
                 )
             holds = True
     return holds

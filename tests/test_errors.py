@@ -15,6 +15,7 @@ CODES = Counter(code for text in TEXTS for code in text.codes)
 
 BAD_FORMS = {
     r"; ": "write a full stop instead of the semicolon",
+    r"\b[Aa]n? \*": "write 'an object of type', since the article depends on the name",
     r"\bmust\b": "say what the value is, not what it should be",
     r"\belse\b": "write 'otherwise', or a sentence that begins with 'If'",
     r"\bleave (it|that|them) out\b": "say 'Remove ... from ...'",

@@ -459,8 +459,8 @@ def check_accelerator(accelerator: Any, caller: str = "join_uneven_inputs") -> N
     library: Any = sys.modules.get("accelerate")
     if library is None or not isinstance(accelerator, library.Accelerator):
         raise TypeError(
-            f"accelerator is a {type(accelerator).__name__}. Pass an accelerate.Accelerator. To install Accelerate, run"
-            " pip install 'joinables[accelerate]'. [J117]"
+            f"accelerator is of type {type(accelerator).__name__}. Pass an accelerate.Accelerator. To install"
+            " Accelerate, run pip install 'joinables[accelerate]'. [J117]"
         )
     version = tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2])
     if version < OLDEST:

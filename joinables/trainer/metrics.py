@@ -154,8 +154,9 @@ class MetricStore(dict[str, Metric]):
             number = float(value.detach() if isinstance(value, torch.Tensor) else value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"Metric {name!r} was logged as a {type(value).__name__}, which is not one number ({error}). Pass a"
-                " number or a tensor with one element, such as value.mean(). Of a metric object, log the result. [J594]"
+                f"Metric {name!r} was logged as an object of type {type(value).__name__}, which is not one number"
+                f" ({error}). Pass a number or a tensor with one element, such as value.mean(). Of a metric object, log"
+                " the result. [J594]"
             ) from error
         self._add_number(name, reduce_fx, number, weight)
 

@@ -467,7 +467,8 @@ def check_module(module: Any, stage: str, *, calls_val_dataloader: bool = True) 
             " module itself, and compile its parts in on_train_start, such as self.net.compile(). [J595]"
         )
     if not isinstance(module, TrainModule):
-        raise TypeError(f"module is a {type(module).__name__}. Derive it from joinables.trainer.TrainModule. [J181]")
+        kind = type(module).__name__
+        raise TypeError(f"module is of type {kind}. Derive its class from joinables.trainer.TrainModule. [J181]")
     for name in _NEEDED[stage]:
         if getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module):
             raise TypeError(f"{type(module).__name__} has no {name}, which {stage} calls. Define that method. [J182]")
@@ -477,7 +478,8 @@ def check_module(module: Any, stage: str, *, calls_val_dataloader: bool = True) 
 def check_callback(callback: Any) -> None:
     """Raise a ``TypeError`` for an object that is not a callback, or has hooks that are never called."""
     if not isinstance(callback, Callback):
-        raise TypeError(f"callbacks has a {type(callback).__name__}. Derive it from joinables.trainer.Callback. [J177]")
+        kind = type(callback).__name__
+        raise TypeError(f"callbacks has an object of type {kind}. Derive it from joinables.trainer.Callback. [J177]")
     hooks = {name for name in (*_UNCALLED, *vars(TrainModule)) if name.startswith("on_")}
     refuse_hooks(callback, hooks - vars(Callback).keys())
 

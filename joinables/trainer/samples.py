@@ -64,9 +64,9 @@ class SampleCounter:
             if is_movable(leaf):
                 if (count := getattr(leaf, "num_graphs", None) or length_of(leaf)) is None:
                     raise TypeError(
-                        f"A batch is a {type(leaf).__name__} without a length, so the trainer cannot count its samples."
-                        f" Define batch_size(self, batch) in {type(self._module).__name__}, which returns the number."
-                        " [J644]"
+                        f"A batch is of type {type(leaf).__name__} and has no length, so the trainer cannot count"
+                        f" its samples. Define batch_size(self, batch) in {type(self._module).__name__}, which returns"
+                        " the number. [J644]"
                     )
                 return count
         return 1

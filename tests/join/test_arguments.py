@@ -55,7 +55,7 @@ def test_a_divisor_of_losses_that_is_none(divisor: Any, error: type[Exception]) 
 
 
 def test_object_that_cannot_join() -> None:
-    with pytest.raises(TypeError, match=r"A dict object cannot join.*register_joinable\(dict"):
+    with pytest.raises(TypeError, match=r"An object of type dict cannot join.*register_joinable\(dict"):
         Join([{}])
 
 
@@ -132,12 +132,12 @@ def test_constructor_that_forgets_joinable() -> None:
     @alone
     def _(collective: ThreadCollective) -> None:
         for call in (lambda: Join([Forgetful(collective)]), lambda: Join.notify_join_context(Forgetful(collective))):
-            with pytest.raises(TypeError, match=r"A Forgetful object is not an initialised Joinable\."):
+            with pytest.raises(TypeError, match=r"An object of type Forgetful is not an initialised Joinable\."):
                 call()
 
 
 def test_notify_of_what_is_no_joinable() -> None:
-    with pytest.raises(TypeError, match=r"A str object is not an initialised Joinable\."):
+    with pytest.raises(TypeError, match=r"An object of type str is not an initialised Joinable\."):
         Join.notify_join_context("counter")
 
 

@@ -204,6 +204,6 @@ def test_attributes_remain_items() -> None:
     "batch", [Hidden(x=kept()), Computed(x=kept()), Two(kept(), 1)], ids=lambda batch: batch.__class__.__name__
 )
 def test_a_container_that_cannot_be_built_again(batch: Any) -> None:
-    with pytest.raises(TypeError, match=r"A \w+ in a batch cannot be built again .*dummy=function.*J555"):
+    with pytest.raises(TypeError, match=r"of type \w+ in a batch cannot be built again .*dummy=function.*J555"):
         emptied(batch)
     assert tensors_in(batch)[0].shape == (3, 2)

@@ -95,13 +95,25 @@ def test_none_is_skipped(pool: Pool) -> None:
 
 
 class ModelEMA:
+    __slots__ = ("ema", "unset")
+
     def __init__(self) -> None:
-        self.updates, self.ema = 0, torch.nn.Linear(1, 1)
+        self.ema = torch.nn.Linear(1, 1)
+
+
+class Averages(ModelEMA):
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates, self.kind = 0, torch.nn.Linear
+        self.best = {"first": [torch.nn.Linear(1, 1)], "decay": 0.9}
+        self.optimizer = torch.optim.SGD(self.ema.parameters(), lr=0.1)
 
 
 def test_an_object_that_holds_a_module_says_what_to_list() -> None:
-    with pytest.raises(TypeError, match=r"A ModelEMA object .* holds a module in \.ema\. List that module.*\[J096\]"):
+    with pytest.raises(TypeError, match=r"An object of type ModelEMA cannot.* List its \.ema instead, or.*\[J096\]"):
         Join([ModelEMA()])
+    with pytest.raises(TypeError, match=r" List its \.ema and \.best\['first'\]\[0\] and \.optimizer instead, or"):
+        Join([Averages()])
     with pytest.raises(TypeError, match=r"The class ModelEMA cannot join\. .* registered adapter\. Remove it"):
         Join([ModelEMA])
 

@@ -312,7 +312,7 @@ def refused(rank: int) -> None:
     static(batch(rank, 0, 0)[0]).sum().backward()
     with pytest.raises(ValueError, match="The static_graph module has run its first backward outside"):
         Join([static]).__enter__()
-    with Join([ddp]), pytest.raises(TypeError, match="a DistributedDataParallel, which announces its bursts by itself"):
+    with Join([ddp]), pytest.raises(TypeError, match="of type DistributedDataParallel, which announces its bursts"):
         Join.notify_join_context(ddp)
 
 

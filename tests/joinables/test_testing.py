@@ -8,17 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, JoinTimeoutError
+from join.collectives._torch_private import timeout_of
 from joinables.testing import NotExact, RankFailed, assert_equals_one_process, concatenated, run_ranks, uneven
 from tests.ending import Ending
 from tests.models import BATCH, FEATURES, TARGETS, build
@@ -68,24 +72,36 @@ def exits(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "told"), [(raises, "ValueError: sample 7 is broken"), (dies, "exit code -9"), (exits, "SystemExit: 0")]
+    ("fn", "told"),
+    [(raises, "ValueError: sample 7 is broken"), (dies, "rank 1 was killed by SIGKILL"), (exits, "SystemExit: 0")],
 )
 def test_the_rank_that_failed_first_is_blamed(fn: Callable[[int], None], told: str) -> None:
-    with pytest.raises(RankFailed, match=rf"^Ranks \[1\] failed: .*{told}\. Read") as caught:
+    with pytest.raises(RankFailed, match=rf"^Ranks \[1\] failed: {told}\. Read") as caught:
         run(fn, 3)
     assert "-- rank 0" not in str(caught.value)
 
 
 def hangs(rank: int) -> None:
+    if rank == 2:
+        raise JoinTimeoutError("rank 1 is late")  # the rank waits for the cause before it ends
     while rank == 1:
         time.sleep(1)
 
 
 def test_ranks_that_hang_show_where(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"^Ranks \[0, 1\] did not return in 4 s") as caught:
-        run(hangs, 2, timeout=4)
-    assert ", in hangs" not in str(caught.value) and " in hangs\n" not in str(caught.value).partition("-- rank 1")[0]
-    assert str(caught.value).endswith(" in hangs")
+    with pytest.raises(RankFailed, match=r"^Ranks \[0, 1, 2\] did not return in 4 s") as caught:
+        run(hangs, 3, timeout=4)
+    first, second, third = (text.partition("-- ")[0].rstrip() for text in str(caught.value).split("-- rank ")[1:])
+    assert " in hangs" not in first and second.endswith(" in hangs") and "JoinTimeoutError: rank 1 is late" in third
+
+
+def limit_of_the_group(rank: int) -> float:
+    return timeout_of(cast("Any", dist.group.WORLD)).total_seconds()
+
+
+def test_a_rank_that_waits_is_still_there_at_the_limit() -> None:
+    """If its operation timed out at the same time, its stack would be lost."""
+    assert run(limit_of_the_group, 1, timeout=50) >= [60]
 
 
 def leaves_a_process(rank: int, folder: Path) -> None:
@@ -140,10 +156,64 @@ def test_an_exact_loop_passes_and_another_one_does_not(keep: bool, told: str) ->
     assert "0.bias']" in str(caught.value)
 
 
-def returns_nothing(loader: list[Any], rank: int, world_size: int) -> None:
+def nothing(loader: list[Any], rank: int, world_size: int) -> None:
     pass
 
 
-def test_a_training_that_returns_nothing_is_not_exact() -> None:
-    with pytest.raises(ValueError, match=r"nothing to compare.*\[J674\]"):
-        check(returns_nothing, BATCHES, [(8, 0)])
+def yields(loader: list[Any], rank: int, world_size: int) -> Iterator[Any]:
+    yield torch.ones(1)
+
+
+def a_text(loader: list[Any], rank: int, world_size: int) -> Any:
+    return {"name": "a"}
+
+
+@pytest.mark.parametrize("train", [nothing, yields, a_text])
+def test_a_training_that_ends_with_nothing_is_not_exact(train: Any) -> None:
+    with pytest.raises(ValueError, match=r"no tensor or number.*\[J674\]"):
+        check(train, BATCHES, [(8, 0)])
+
+
+def yields_more(loader: list[Any], rank: int, world_size: int) -> Iterator[Any]:
+    yield from [torch.ones(1)] * world_size
+    return torch.full((1,), world_size)
+
+
+def test_ends_are_compared_after_unlike_numbers_of_steps() -> None:
+    with pytest.raises(NotExact, match="rank 0 at the end"):
+        check(yields_more, BATCHES, [(8, 0)])
+
+
+@dataclass
+class Result:
+    value: Any
+    loss: float = 0.0
+
+
+def returns(loader: list[Any], rank: int, world_size: int, alone: Any, else_: Any) -> Any:
+    return {"results": [Result(alone if world_size == 1 else else_)]}
+
+
+def test_values_of_many_types_are_equal() -> None:
+    alone = [numpy.zeros(2, dtype=numpy.int32), numpy.float32(1), {3, "a"}, Counter([7]), "a", None]
+    else_ = [numpy.zeros(2)[::-1], 1.0, frozenset(["a", 3]), {7: 1}, "a", None]
+    check(partial(returns, alone=alone, else_=else_), BATCHES, [(8, 0)])
+
+
+@pytest.mark.parametrize("values", [(numpy.zeros(2), numpy.ones(2)), ("1", "3"), ({1}, {3}), (1, "1")], ids=repr)
+def test_values_of_many_types_differ(values: Any) -> None:
+    with pytest.raises(NotExact, match=r"(?s)rank 0 at the end.*\['results'\]\[0\]\['value'\]"):
+        check(partial(returns, alone=values[0], else_=values[1]), BATCHES, [(8, 0)])
+
+
+@pytest.mark.parametrize("value", [numpy.array(["a"]), torch.nn.Linear(1, 1)], ids=["texts", "module"])
+def test_a_value_that_cannot_be_compared_is_named(value: Any) -> None:
+    told = rf"result\['results'\]\[0\]\['value'\] is of type {type(value).__name__}, .*\[J736\]"
+    with pytest.raises(RankFailed, match=told):
+        check(partial(returns, alone=value, else_=value), BATCHES, [(8, 0)])
+
+
+@pytest.mark.parametrize("counts", [[], (3, 0, 5)])
+def test_counts_that_are_no_runs(counts: Any) -> None:
+    with pytest.raises(ValueError, match=r"^counts=.*counts=\[\(3, 0, 5\)\].*\[J737\]"):
+        check(nothing, BATCHES, counts)

@@ -149,7 +149,7 @@ class Delegating(torch.optim.Optimizer):
 def test_an_optimizer_that_shares_its_state_with_the_one_inside() -> None:
     sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     assert not holds_optimizers(Delegating(sgd, shares=True))
-    with pytest.raises(TypeError, match=r"Delegating contains a SGD in \.inner"):
+    with pytest.raises(TypeError, match=r"Delegating contains the optimizer SGD in \.inner"):
         holds_optimizers(Delegating(sgd, shares=False))
 
 

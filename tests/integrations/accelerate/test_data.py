@@ -212,7 +212,7 @@ def refused(rank: int) -> list[str]:
 
 def test_what_is_refused(pool: Pool) -> None:
     expected = [
-        "TypeError: accelerator is a MLP. Pass an accelerate.Accelerator",
+        "TypeError: accelerator is of type MLP. Pass an accelerate.Accelerator",
         "ValueError: The module is wrapped in DistributedDataParallel twice",
         r"ValueError: Join\(\[MLP\]\) lists no object that communicates",
         "ValueError: sync_each_batch=True reduces each micro-batch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -174,6 +174,10 @@ def lengths(rank: int) -> list[Any]:
     found: list[Any] = [steps(loader), steps(loader, 2), steps(loader, "all"), steps([], "all")]
     with pytest.raises(TypeError, match=r"\[J683\]"):
         steps(iter(loader) if rank == 1 else loader)
+    with pytest.raises(TypeError if rank == 1 else ProtocolError, match="loader=None cannot be iterated"):
+        steps(cast("Any", None) if rank == 1 else loader)
+    with pytest.raises(ProtocolError, match=r"ranks \[0, 1\]: window=1; ranks \[2\]: window=2\. Pass.*\[J738\]"):
+        steps(loader, 1 + rank // 2)
     with Join([], process_group=None) as join:
         with pytest.raises(JoinError, match=r"before the block\. \[J682\]"):
             steps(loader)

@@ -93,7 +93,7 @@ class Opaque:
 
 
 def test_a_count_that_nothing_shows() -> None:
-    with pytest.raises(TypeError, match=r"A batch is a Opaque without a length.* batch_size\(self, batch\) in Fits"):
+    with pytest.raises(TypeError, match=r"of type Opaque and has no length.* batch_size\(self, batch\) in Fits"):
         SampleCounter(Fits(), [])(Opaque(), 0)
     joined = DataLoader(dataset(8), 4, collate_fn=lambda items: torch.cat([x for x, _ in items]))
     with pytest.warns(UserWarning, match=r"another length than .* Define batch_size\(self, batch\) in Fits"):

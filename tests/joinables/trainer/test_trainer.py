@@ -434,7 +434,7 @@ BAD = [
     ({"devices": [0, 1]}, TypeError, r"devices=\[0, 1\] is not a number of processes\. .* CUDA_VISIBLE_DEVICES"),
     ({"max_epoch": 3}, TypeError, r"no argument 'max_epoch'\. Use one of .*max_epochs.*\[J643\]"),
     ({"fast_dev_run": True}, TypeError, r"no argument 'fast_dev_run'\. Pass max_steps=1"),
-    ({"callbacks": [print]}, TypeError, "callbacks has a builtin"),
+    ({"callbacks": [print]}, TypeError, "callbacks has an object of type builtin"),
     ({"callbacks": [ModelCheckpoint(), ModelCheckpoint()]}, ValueError, "Several callbacks have the same state_key"),
 ]
 
@@ -447,7 +447,7 @@ def test_bad_arguments(options: dict[str, Any], kind: type[Exception], text: str
 
 
 def test_bad_runs(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"Derive it from joinables\.trainer\.TrainModule"):
+    with pytest.raises(TypeError, match=r"Derive its class from joinables\.trainer\.TrainModule"):
         Trainer().fit(torch.nn.Linear(1, 1), loader())  # pyright: ignore[reportArgumentType]
     with pytest.raises(FileNotFoundError, match="No such file"):
         Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "none.ckpt")

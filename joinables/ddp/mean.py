@@ -17,7 +17,7 @@ contributors, u the unit of the weights (``join.scaling``)::
     Weighted              plain block with join.weight                u * W / S    w / u times, w the sum of this rank's
                                                                                    weights in the window
 
-A new kind of mean is a class here, an instance in ``Means``, and a branch of ``Means.choose``. In a plain block,
+A new kind of mean is a class here, an instance in ``Means.attach``, and a branch of ``Means.choose``. In a plain block,
 joined ranks must find it in the header too. That needs a branch of ``Means.agree``, and a flag of
 ``GradientSync.flags`` if none of its flags shows which mean it is.
 
@@ -165,21 +165,28 @@ class Means:
     """The means of one module in one block.
 
     Args:
-        channel: The channel of the block.
-        burst: The burst that announces the reductions.
         over_all_ranks: Whether gradients without weights are divided by the world size
             (``divide_by_initial_world_size``) instead of by the number of contributors.
-        has_comm_hook: Whether gradients pass through a comm hook. It may round gradients, or carry errors over to the
-            next step, so it receives parts of the weighted mean.
     """
 
-    def __init__(self, channel: Channel, burst: Burst, *, over_all_ranks: bool, has_comm_hook: bool) -> None:
-        self._channel, self._burst, self._over_all_ranks = channel, burst, over_all_ranks
+    def __init__(self, *, over_all_ranks: bool) -> None:
+        self._over_all_ranks = over_all_ranks
+
+    def attach(self, channel: Channel, burst: Burst, *, has_comm_hook: bool) -> None:
+        """Prepare for a block that is entered.
+
+        Args:
+            channel: The channel of the block.
+            burst: The burst that announces the reductions.
+            has_comm_hook: Whether gradients pass through a comm hook. It may round gradients, or carry errors over to
+                the next step, so it receives parts of the weighted mean.
+        """
+        self._channel, self._burst = channel, burst
         self.scope = channel.roster.scopes[-1]
         """The block, which has the weight of a batch."""
         self._as_it_is, self._with_data = Mean(channel, burst), OverRanksWithData(channel, burst)
         self._on_dummy = OnDummy(channel, burst)
-        self.unweighted = (OverAllRanks if over_all_ranks else OverContributors)(channel, burst)
+        self.unweighted = (OverAllRanks if self._over_all_ranks else OverContributors)(channel, burst)
         """The mean of a plain block without weights."""
         self._weighted = Weighted(channel, burst)
         self._weighted.in_parts = has_comm_hook

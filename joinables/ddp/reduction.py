@@ -96,15 +96,14 @@ class GradientSync(DDPBurst):
                     f"The layer {name!r} has sparse gradients, which a rank without data cannot receive. Build it with"
                     " sparse=False. [J110]"
                 )
-        self._over_all_ranks = divide_by_initial_world_size
+        self._means = Means(over_all_ranks=divide_by_initial_world_size)
         return self
 
     @override
     def attach(self, join: Join) -> None:
         self._static_graph = StaticGraph(self._ddp, self._parameters)
         super().attach(join)
-        has_comm_hook = reducer.has_comm_hook(self._ddp)
-        self._means = Means(join.channel, self, over_all_ranks=self._over_all_ranks, has_comm_hook=has_comm_hook)
+        self._means.attach(join.channel, self, has_comm_hook=reducer.has_comm_hook(self._ddp))
         self._mean = self._means.unweighted
         """The mean of the last reduction that was announced."""
         self._used = UsedParameters(self._ddp, self._parameters, join.channel)

@@ -50,6 +50,8 @@ class Fit(Run):
         """The number of batches in one optimizer step of this epoch."""
         self.is_trained = False
         """Whether only the end of the fit is left, so that a failure would lose the trained weights."""
+        self.final: dict[str, Any] | None = None
+        """The snapshot at the end of the fit, on the rank that has taken it."""
 
     def start(self, train_loader: Any, val_loader: Any) -> None:
         """Wrap the module, build its optimizers, and resume from the snapshot of rank 0, if it has one."""

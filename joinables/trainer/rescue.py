@@ -7,7 +7,6 @@ training must not depend on either.
 from __future__ import annotations
 
 import logging
-import pickle
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +18,7 @@ import torch
 
 from join.errors import add_note, described
 from joinables.trainer.checkpoint import write_checkpoint
+from joinables.trainer.launch import writing
 
 logger = logging.getLogger("joinables")
 
@@ -65,16 +65,21 @@ def load_home(module: torch.nn.Module, weights: Mapping[str, Any], state: Mappin
         )
 
 
-def keep(error: Exception, state: Mapping[str, Any], folder: Path) -> None:
+def keep(error: BaseException, state: Mapping[str, Any], folder: Path) -> None:
     """Write a checkpoint of the trained module, and add a note with its path to the error that would lose it."""
-    add_note(error, kept := f"The module was trained before this error. {_kept(state, folder)}")
+    with writing():
+        add_note(error, kept := f"The module was trained before this error. {_kept(state, folder)}")
     logger.error(kept)  # Python 3.10 has no notes
 
 
 def weights_only(module: torch.nn.Module, counted: Any) -> dict[str, Any]:
     """Return the part of a snapshot that one rank has; ``counted`` has the numbers of epochs and steps."""
     counts = {"epochs": counted.epochs, "global_step": counted.global_step}
-    return {**counts, "module": module.state_dict(), "optimizers": [], "schedulers": []}
+    try:
+        weights = module.state_dict()
+    except Exception:  # get_extra_state or a hook of the user's raises
+        weights = {name: each.detach() for name, each in (*module.named_parameters(), *module.named_buffers())}
+    return {**counts, "module": weights, "optimizers": [], "schedulers": []}
 
 
 def _kept(state: Mapping[str, Any], folder: Path) -> str:
@@ -82,11 +87,14 @@ def _kept(state: Mapping[str, Any], folder: Path) -> str:
     name = f"trained-epoch={state['epochs']}-step={state['global_step']}"
     paths = (folder / f"{name}{f'-v{version}' if version else ''}.ckpt" for version in count())
     path = next(path for path in paths if not path.exists())
-    try:
+    weights = state["module"]
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    failure = ""
+    # Entries of a hook, a callback or get_extra_state may be objects that cannot be written, or not be read again.
+    for part in (state, {"module": weights}, {"module": tensors}):
         try:
-            write_checkpoint(state, path)
-        except (TypeError, AttributeError, pickle.PicklingError):  # of an entry of a hook or a callback
-            write_checkpoint({"module": state["module"]}, path)
-    except Exception as error:
-        return f"Its weights could not be saved: {described(error)}."
-    return f"torch.load({str(path)!r})['module'] returns the trained weights."
+            write_checkpoint(part, path)
+            return f"torch.load({str(path)!r})['module'] returns the trained weights."
+        except Exception as error:
+            failure = described(error)
+    return f"Its weights could not be saved: {failure}."

@@ -31,7 +31,7 @@ from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.data import order_seed
-from joinables.trainer.launch import launcher_of, write
+from joinables.trainer.launch import WorkerDied, launcher_of, write
 from joinables.trainer.loggers import Logs, loggers_of
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
@@ -284,7 +284,7 @@ class Trainer(TrainerState):
         if home is not None:
             try:
                 self._load_home(module, result, home, state)
-            except Exception as error:
+            except BaseException as error:
                 if state is not None:
                     keep(error, state, self.default_root_dir)
                 raise
@@ -487,8 +487,8 @@ class Outcome(NamedTuple):
     state: dict[str, Any] | None
     home: dict[str, Any] | None
 
-    def lost(self, error: Exception) -> None:
-        """Keep the trained weights, since the outcome cannot be sent."""
+    def lost(self, error: BaseException) -> None:
+        """Keep the trained weights, since the process that started the run does not receive the outcome."""
         if self.state is not None and self.home is not None:
             keep(error, self.state, self.home["folder"])
 
@@ -512,7 +512,24 @@ def _work(
     if not is_at_home:
         rng.start_from(task.random)
     run = (Fit if task.stage == "fit" else Run)(trainer, module, task, device)
-    outputs: dict[str, Any] = {}
+    try:
+        return _outcome(run, trainer, module, loaders, is_at_home=is_at_home)
+    except BaseException as error:
+        if is_at_home or not (isinstance(run, Fit) and run.is_trained and run.collective.rank == 0):
+            raise
+        failure = error
+        if isinstance(error, SystemExit):  # the process that started this one would see no more than the exit code
+            failure = WorkerDied(0, error.code if isinstance(error.code, int) else int(error.code is not None))
+        keep(failure, run.final or weights_only(module, trainer), trainer.default_root_dir)
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _outcome(
+    run: Run, trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], *, is_at_home: bool
+) -> Outcome:
+    task, outputs = run.task, dict[str, Any]()
     state: dict[str, Any] | None = None
     trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
     try:
@@ -522,15 +539,11 @@ def _work(
                 run.start(**loaders)
                 run.run()
                 # On the CPU, since the trainer keeps the snapshot until the next fit.
-                state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, run.snapshots.take())
+                state = run.final = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, run.snapshots.take())
             else:
                 if task.saved is not None:
                     module.load_state_dict(task.saved["module"])
                 outputs["metrics"], outputs["predictions"] = evaluate(run, loaders["loader"], task.stage)
-    except Exception as error:
-        if isinstance(run, Fit) and run.is_trained and not is_at_home and run.collective.rank == 0:
-            keep(error, state or weights_only(module, trainer), trainer.default_root_dir)
-        raise
     finally:
         if isinstance(run, Fit):
             run.end()

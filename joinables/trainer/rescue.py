@@ -23,14 +23,21 @@ from joinables.trainer.launch import writing
 logger = logging.getLogger("joinables")
 
 
-def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> list[str]:
-    """Load weights as far as they fit, and return the names of those that only one of the two sides has.
+def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Load weights as far as they fit.
 
     A buffer that is ``None`` here, or has a different shape, is replaced. So is a parameter that is ``None``.
+
+    Returns:
+        The names of those that only one of the two sides has, and a sentence if the module's own method has raised.
     """
-    with suppress(Exception):  # torch raises after it has loaded what fits; a method of the user's may raise before
+    raised, kind = "", type(module)
+    try:
         module.load_state_dict(weights)
-        return []
+        return [], ""
+    except Exception as error:  # torch raises after it has loaded what fits; a method of the user's may raise before
+        if kind.load_state_dict is not torch.nn.Module.load_state_dict:
+            raised = f"{kind.__name__}.load_state_dict raised {described(error)}, so torch's was called. "
     buffers = dict(module.named_buffers())
     for name, value in weights.items():
         path, _, attribute = name.rpartition(".")
@@ -44,7 +51,7 @@ def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> list[st
     shapes = {name: getattr(value, "shape", None) for name, value in module.state_dict().items()}
     fitting = {name: value for name, value in weights.items() if shapes.get(name, 0) == getattr(value, "shape", None)}
     torch.nn.Module.load_state_dict(module, fitting, strict=False)
-    return sorted((weights.keys() | shapes.keys()) - fitting.keys())
+    return sorted((weights.keys() | shapes.keys()) - fitting.keys()), raised
 
 
 def load_home(module: torch.nn.Module, weights: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
@@ -56,13 +63,15 @@ def load_home(module: torch.nn.Module, weights: Mapping[str, Any], state: Mappin
         state: The snapshot of the fit, for the file.
         folder: The folder of the file.
     """
-    if rest := load_fitting(module, weights):
-        warnings.warn(
+    rest, text = load_fitting(module, weights)
+    if rest:
+        text += (
             f"A hook of the fit has changed the parts of {type(module).__name__}: {', '.join(rest)} exist either in the"
-            " trained module or in this process, or have another shape there. All other weights are loaded here."
-            f" {_kept(state, folder)} To have all of them here too, make these parts in __init__.",
-            stacklevel=5,  # the call of fit
+            " trained module or in this process, or have another shape there. All other weights are loaded here. To"
+            " have all of them here too, make these parts in __init__. "
         )
+    if text:
+        warnings.warn(text + _kept(state, folder), stacklevel=5)  # at the call of fit
 
 
 def keep(error: BaseException, state: Mapping[str, Any], folder: Path) -> None:

@@ -191,3 +191,16 @@ def test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure(
             Classifier(), loader(6)
         )
     assert trained(tmp_path)
+
+
+class Loads(Classifier):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        raise KeyError("own")
+
+
+def test_a_module_whose_load_state_dict_raises(tmp_path: Path) -> None:
+    here, alone = Loads(), Classifier()
+    Trainer(devices=1).fit(alone, loader(6))
+    with pytest.warns(UserWarning, match=r"Loads.load_state_dict raised KeyError: 'own', so .*trained-epoch=1"):
+        Trainer(devices=2, default_root_dir=tmp_path).fit(here, loader(6))
+    torch.testing.assert_close(here.state_dict(), alone.state_dict())

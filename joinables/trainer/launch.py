@@ -27,9 +27,9 @@ Everything that may be long goes through a file. The tuple in the queue is short
 full while its reader waits for the writer to end. A report is complete or missing if its writer is killed. Space for a
 short report is reserved before the workers start, so a failure can be reported, shortened, even if the disk is full.
 
-A result with a method ``lost`` may hold hours of work. If the launch fails although the file of such a result is
-complete, the parent calls that method with the exception. While rank 0 writes this file, it is not ended for the
-failure of another rank.
+A result with a method ``lost`` may hold hours of work. An exception of ``fn`` may have such a result, too, as an
+attribute ``result``. If the launch fails although the file of a result is complete, the parent calls this method with
+the exception that it raises. While rank 0 writes this file, it is not ended for the failure of another rank.
 
 Files are mapped and not copied: all workers share the tensors of the call in memory until they change them.
 
@@ -51,8 +51,8 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -81,8 +81,6 @@ _T = TypeVar("_T")
 
 _LOOPBACK = "127.0.0.1"  # the address of this machine, which all started processes share
 _SPARE = 4096  # bytes that are reserved for the report of each rank
-_WRITES = "writes"  # the name of a file that exists while rank 0 writes its result, or keeps it elsewhere
-_folder: Path | None = None  # the folder of the launch that has started this process
 
 
 class LaunchError(RuntimeError):
@@ -486,8 +484,7 @@ def _watch(workers: Sequence[BaseProcess], folder: Path) -> list[_Failure]:
     running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     failures: list[_Failure] = []
     silent, deadline = set(range(len(workers))), None  # the ranks that have not left a report
-    writes = folder / _WRITES
-    while running and (deadline is None or time.monotonic() < deadline or (0 in running.values() and writes.exists())):
+    while running and (deadline is None or time.monotonic() < deadline or _is_writing(running, folder)):
         left = None if deadline is None else max(deadline - time.monotonic(), TIMEOUTS.look)
         ended = [running.pop(sentinel) for sentinel in connection.wait(running, left) if isinstance(sentinel, int)]
         # A worker leaves its report before it ends, so the reports of all ended workers exist.
@@ -504,6 +501,11 @@ def _watch(workers: Sequence[BaseProcess], folder: Path) -> list[_Failure]:
         if failures and deadline is None:
             deadline = time.monotonic() + TIMEOUTS.first
     return failures
+
+
+def _is_writing(running: Mapping[int, int], folder: Path) -> bool:
+    """Return whether rank 0 writes its result now."""
+    return 0 in running.values() and any(folder.glob(".*.part"))
 
 
 def _failures_in(rank: int, report: bytes) -> list[_Failure]:
@@ -543,14 +545,12 @@ def _work(rank: int, job: _Job) -> None:
     # torch.multiprocessing interrupts a worker when its parent ends. The default action works within a collective, too.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(job.threads)
-    global _folder
-    _folder = job.folder
     try:
         fn, args = _call_of(job)
         store = fresh_store(dist.TCPStore(_LOOPBACK, job.port, is_master=False), rank, job.world_size)
         if rank == 0:  # all ranks have opened it, and it should not stay if the parent is killed
             (job.folder / "call").unlink(missing_ok=True)
-        _as_rank(Place(rank, job.world_size, rank), store, job.options, _run_and_write, (job, rank, fn, args))
+        _as_rank(Place(rank, job.world_size, rank), store, job.options, _run_and_send, (job, rank, fn, args))
     except SystemExit:
         raise  # fn ends the process with this code, which the parent reads
     except BaseException as error:
@@ -573,30 +573,25 @@ def _work(rank: int, job: _Job) -> None:
     _leave_report(rank, job.folder, None)
 
 
-def _run_and_write(job: _Job, rank: int, fn: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Run ``fn(*args)``; rank 0 sends the result at once, since it may wait for other ranks, which may fail, later."""
-    result = fn(*args)
+def _run_and_send(job: _Job, rank: int, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Run ``fn(*args)``; rank 0 sends the result before it waits for other ranks, which may fail."""
+    try:
+        result = fn(*args)
+    except BaseException as error:
+        if (result := vars(error).pop("result", None)) is not None:
+            _send(result, job.folder)
+        raise
     if rank == 0:
-        try:
-            with writing():
-                write(result, job.folder / "result")
-        except BaseException as error:
-            _lose(result, error)  # the last process that has the result ends here
-            raise
+        _send(result, job.folder)
         job.results.put(("result",))
 
 
-@contextmanager
-def writing() -> Generator[None]:
-    """Return a context in which a worker is not ended because another rank has failed, however long it takes."""
-    if _folder is not None:
-        with suppress(OSError):  # the disk is full
-            (_folder / _WRITES).touch()
+def _send(result: Any, folder: Path) -> None:
     try:
-        yield
-    finally:
-        if _folder is not None:
-            (_folder / _WRITES).unlink(missing_ok=True)
+        write(result, folder / "result")
+    except BaseException as error:
+        _lose(result, error)  # the last process that has the result ends here
+        raise
 
 
 def _call_of(job: _Job) -> tuple[Callable[..., Any], tuple[Any, ...]]:

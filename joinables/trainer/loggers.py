@@ -157,7 +157,7 @@ class Logs(Callback):
 
     Args:
         loggers: The loggers.
-        every: The number of optimizer steps between values of single steps.
+        every: The number of optimizer steps between values of single steps; 0 for none.
         tells: Whether the folders of the log are printed at the end of a fit.
     """
 
@@ -188,7 +188,7 @@ class Logs(Callback):
     @override
     def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        if self._is_open and step % self._every == 0 and step != self._logged_step:
+        if self._is_open and self._every and step % self._every == 0 and step != self._logged_step:
             self._logged_step, values = step, trainer.run.shown.step
             self._write(trainer, {f"{name}_step": float(each.value) for name, each in values.items() if each.logger})
 

@@ -18,7 +18,6 @@ import torch
 
 from join.errors import add_note, described
 from joinables.trainer.checkpoint import write_checkpoint
-from joinables.trainer.launch import writing
 
 logger = logging.getLogger("joinables")
 
@@ -76,8 +75,7 @@ def load_home(module: torch.nn.Module, weights: Mapping[str, Any], state: Mappin
 
 def keep(error: BaseException, state: Mapping[str, Any], folder: Path) -> None:
     """Write a checkpoint of the trained module, and add a note with its path to the error that would lose it."""
-    with writing():
-        add_note(error, kept := f"The module was trained before this error. {_kept(state, folder)}")
+    add_note(error, kept := f"The module was trained before this error. {_kept(state, folder)}")
     logger.error(kept)  # Python 3.10 has no notes
 
 

@@ -29,9 +29,10 @@ from join.options import check_loader
 from joinables.modules import keeping_modes
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
+from joinables.trainer.arguments import check_choice, check_kinds
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.data import order_seed
-from joinables.trainer.launch import WorkerDied, launcher_of, write
+from joinables.trainer.launch import launcher_of, write
 from joinables.trainer.loggers import Logs, loggers_of
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
@@ -110,7 +111,8 @@ class Trainer(TrainerState):
             Lightning, or any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. ``None`` is a
             ``CSVLogger`` if ``default_root_dir`` is set, and no logger otherwise. ``True`` is a ``CSVLogger``, and
             ``False`` no logger.
-        log_every_n_steps: The number of optimizer steps between the values of single steps that loggers receive.
+        log_every_n_steps: The number of optimizer steps between the values of single steps that loggers receive; 0 for
+            none.
         enable_progress_bar: Whether rank 0 shows its progress on stderr; by default, if stderr is a terminal or this is
             a notebook. It is a bar if tqdm is installed, and a line for each epoch otherwise.
         seed: The seed of random numbers and of the order of data. With ``None``, the order is drawn from the random
@@ -144,8 +146,9 @@ class Trainer(TrainerState):
         **others: Never,
     ) -> None:
         _refuse_unknown(others)
-        _check_choice("uneven", uneven, ("join", "stop", "error"))
-        _check_choice("precision", str(precision), tuple(_DTYPES))
+        check_kinds(locals())
+        check_choice("uneven", uneven, ("join", "stop", "error"))
+        check_choice("precision", str(precision), tuple(_DTYPES))
         self._accelerator = accelerator_of(accelerator)
         self.world_size = _world_size(devices, num_nodes, self._accelerator, alone=strategy == "single")
         self.strategy = strategy_of(("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy)
@@ -157,11 +160,6 @@ class Trainer(TrainerState):
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:
             raise ValueError("'16-mixed' cannot train with sharded optimizers. Pass precision='bf16-mixed'. [J267]")
-        if accumulate_grad_batches <= 0 or (gradient_clip_val is not None and gradient_clip_val <= 0):
-            raise ValueError(
-                f"{accumulate_grad_batches=} and {gradient_clip_val=} are not both positive. Pass positive numbers, or"
-                " gradient_clip_val=None for no clipping. [J168]"
-            )
         self.max_epochs = 1 if max_epochs is None and not is_limit(max_steps) else max_epochs
         self.max_steps, self.seed, self.uneven = max_steps, seed, uneven
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
@@ -426,12 +424,6 @@ def _refuse_unknown(names: Iterable[str]) -> None:
         raise TypeError(f"Trainer has no argument {name!r}. {hint}. [J643]")
 
 
-def _check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Raise a ``ValueError`` unless ``value`` is one of ``known``."""
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(known)}. [J166]")
-
-
 def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) -> int:
     """Return the number of processes on all nodes.
 
@@ -458,7 +450,8 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
 
 def _in_order(callbacks: Any, others: Sequence[Callback] = ()) -> list[Callback]:
     """Return the callbacks, and then others, in the order in which they are called."""
-    listed: list[Any] = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+    is_one = isinstance(callbacks, Callback) or not hasattr(callbacks or (), "__iter__")
+    listed: list[Any] = [callbacks] if is_one else list(cast("Iterable[Any]", callbacks or ()))
     listed += others
     for callback in listed:
         check_callback(callback)
@@ -478,12 +471,12 @@ class Outcome(NamedTuple):
     """Outcome of a run on one rank.
 
     Attributes:
-        result: The result.
+        result: The result; ``None`` if the run has raised after the training.
         state: The snapshot of a fit on rank 0.
         home: The weights, the random state and the folder for files, if another process asked for them.
     """
 
-    result: Result
+    result: Result | None
     state: dict[str, Any] | None
     home: dict[str, Any] | None
 
@@ -515,15 +508,10 @@ def _work(
     try:
         return _outcome(run, trainer, module, loaders, is_at_home=is_at_home)
     except BaseException as error:
-        if is_at_home or not (isinstance(run, Fit) and run.is_trained and run.collective.rank == 0):
-            raise
-        failure = error
-        if isinstance(error, SystemExit):  # the process that started this one would see no more than the exit code
-            failure = WorkerDied(0, error.code if isinstance(error.code, int) else int(error.code is not None))
-        keep(failure, run.final or weights_only(module, trainer), trainer.default_root_dir)
-        if failure is error:
-            raise
-        raise failure from error
+        if not is_at_home and isinstance(run, Fit) and run.is_trained and run.collective.rank == 0:
+            state = run.final or weights_only(module, trainer)
+            vars(error)["result"] = Outcome(None, state, {"folder": trainer.default_root_dir})
+        raise
 
 
 def _outcome(

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 from join.collectives.timeouts import TIMEOUTS
 from joinables.trainer import Callback, NotPicklable, Trainer, WorkerDied, launch
+from joinables.trainer.trainer import Outcome
 from tests.joinables.trainer.modules import FEATURES, Classifier, loader
 
 
@@ -175,15 +177,16 @@ def test_an_extra_state_that_cannot_be_sent(tmp_path: Path, kind: type[Extra]) -
 def test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(value: Any, path: Path) -> None:
-        if path.name == "result":
-            while not (path.parent / "report-1").exists():
+    def slow(value: Any, write: Any) -> None:
+        if isinstance(value, Outcome):
+            while not list(Path(tempfile.gettempdir()).glob("*/report-1")):
                 threading.Event().wait(0.01)
             threading.Event().wait(1.0)  # the launch would end this rank now
-        write(value, path)
+        save(value, write)
 
-    write = launch.write
-    monkeypatch.setattr(launch, "write", slow)
+    save = launch.save
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launch, "save", slow)
     monkeypatch.setattr(TIMEOUTS, "first", 0.0)
     with pytest.raises(KeyError):
         callback = Fails("end of rank 1")

@@ -407,6 +407,15 @@ def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
     assert_same(flat_state(restored.state_dict()), flat_state(module.state_dict()))
 
 
+TOO_SMALL = [
+    *(("num_nodes", 0), ("max_epochs", -2), ("max_steps", -5), ("log_every_n_steps", -1)),
+    *(("accumulate_grad_batches", 0), ("gradient_clip_val", float("nan"))),
+]
+WRONG = [
+    *(("num_nodes", "1"), ("max_epochs", 1.5), ("max_epochs", "3"), ("max_steps", True), ("log_every_n_steps", "x")),
+    *(("accumulate_grad_batches", "2"), ("gradient_clip_val", "a"), ("seed", 1.5), ("seed", "x")),
+    *(("enable_progress_bar", "yes"), ("default_root_dir", 5)),
+]
 BAD = [
     ({"devices": 0}, ValueError, "devices=0 and num_nodes=1"),
     (
@@ -426,6 +435,9 @@ BAD = [
     ({"max_epoch": 3}, TypeError, r"no argument 'max_epoch'\. Use one of .*max_epochs.*\[J643\]"),
     ({"fast_dev_run": True}, TypeError, r"no argument 'fast_dev_run'\. Pass max_steps=1"),
     ({"callbacks": [print]}, TypeError, "callbacks has a builtin"),
+    ({"callbacks": print}, TypeError, "callbacks has a builtin"),
+    *(({name: value}, ValueError, rf"{name}={value}.*\. Pass a .*\[J741\]") for name, value in TOO_SMALL),
+    *(({name: value}, TypeError, rf"{name}={value!r}.*\. Pass .*\[J741\]") for name, value in WRONG),
     ({"callbacks": [ModelCheckpoint(), ModelCheckpoint()]}, ValueError, "Several callbacks have the same state_key"),
 ]
 

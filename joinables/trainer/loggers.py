@@ -190,7 +190,7 @@ class Logs(Callback):
         step = trainer.global_step
         if self._is_open and self._every and step % self._every == 0 and step != self._logged_step:
             self._logged_step, values = step, trainer.run.shown.step
-            self._write(trainer, {f"{name}_step": float(each.value) for name, each in values.items() if each.logger})
+            self._write(trainer, {each.name: float(each.value) for each in values.values() if each.logger})
 
     @override
     def on_train_epoch_end(self, trainer: Any, module: TrainModule) -> None:

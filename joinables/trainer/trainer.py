@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,16 +47,27 @@ Checkpoint: TypeAlias = "str | os.PathLike[str] | None"
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
+_SHORTER = "Pass loaders over torch.utils.data.Subset(dataset, range(n))"
 _ELSEWHERE = {
-    "limit_train_batches": "Pass a loader over torch.utils.data.Subset(dataset, range(n))",
-    "fast_dev_run": "Pass max_steps=1, logger=False and loaders of a few batches",
+    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches"), _SHORTER),
+    "fast_dev_run": f"Pass max_epochs=1 and logger=False. {_SHORTER}",
     "val_check_interval": "Validation follows each epoch. Shorten epochs with torch.utils.data.Subset",
-    "num_sanity_val_steps": "Call validate(module, loader) before fit",
+    "check_val_every_n_epoch": "Validation follows each epoch. Train on torch.utils.data.ConcatDataset([dataset] * n)",
+    "num_sanity_val_steps": "Remove it, and call validate(module, loader) before fit",
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_train_start",
     "deterministic": "Call torch.use_deterministic_algorithms(True) in on_train_start",
     "max_time": "Set trainer.should_stop = True in a callback's on_train_epoch_end",
+    "min_epochs": "Set trainer.should_stop = False in on_train_epoch_end of a callback after EarlyStopping",
+    "enable_checkpointing": "Remove it. Only a ModelCheckpoint in callbacks= writes checkpoints",
+    "enable_model_summary": "Remove it. The trainer prints no summary, and print(module) prints one",
+    "sync_batchnorm": "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(self) in the module's __init__",
+    "use_distributed_sampler": "Remove it. A sampler with an attribute num_replicas distributes its samples itself",
+    "train_dataloaders": "Pass the loader as train_loader",
+    "val_dataloaders": "Pass the loader as val_loader",
+    "dataloaders": "Pass the loader as loader",
+    "datamodule": "Pass loaders. Call its methods prepare_data, setup and train_dataloader for them",
 }
-"""Arguments of Lightning's ``Trainer`` that this one does not have, and what to do instead."""
+"""Arguments of Lightning's ``Trainer`` and its methods that this one does not have, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +156,7 @@ class Trainer(TrainerState):
         seed: int | None = None,
         **others: Never,
     ) -> None:
-        _refuse_unknown(others)
+        _refuse_unknown(Trainer, others)
         check_kinds(locals())
         check_choice("uneven", uneven, ("join", "stop", "error"))
         check_choice("precision", str(precision), tuple(_DTYPES))
@@ -186,9 +197,10 @@ class Trainer(TrainerState):
     def fit(
         self,
         module: TrainModule,
-        train_loader: Any,
+        train_loader: Any = None,
         val_loader: Any = None,
         ckpt_path: Checkpoint = None,
+        **others: Never,
     ) -> Result:
         """Train ``module`` up to ``max_epochs`` or ``max_steps``.
 
@@ -206,6 +218,7 @@ class Trainer(TrainerState):
                 distributes them itself.
             val_loader: Batches to validate on after every epoch.
             ckpt_path: A checkpoint to resume from, with its weights, instead of the last fit.
+            **others: None; names of Lightning's arguments raise an error that says what to pass instead.
         """
         check_module(module, "fit", calls_val_dataloader=val_loader is not None)
         if val_loader is not None:
@@ -222,35 +235,47 @@ class Trainer(TrainerState):
                 " accumulate_grad_batches and precision='16-mixed' from the Trainer's arguments. [J183]"
             )
         loaders = {"train_loader": train_loader, "val_loader": val_loader}
-        return self._launch("fit", module, loaders, ckpt_path)
+        return self._launch("fit", module, loaders, ckpt_path, others)
 
-    def validate(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[dict[str, float]]:
+    def validate(
+        self, module: TrainModule, loader: Any = None, ckpt_path: Checkpoint = None, **others: Never
+    ) -> list[dict[str, float]]:
         """Run ``validation_step`` over ``loader`` and return a list with the metrics, by name.
 
         With ``ckpt_path``, ``module`` loads the weights of that checkpoint first, and keeps them. ``test`` and
         ``predict`` do the same.
         """
-        return [dict(self._launch("validate", module, {"loader": loader}, ckpt_path).metrics)]
+        return [dict(self._launch("validate", module, {"loader": loader}, ckpt_path, others).metrics)]
 
-    def test(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[dict[str, float]]:
+    def test(
+        self, module: TrainModule, loader: Any = None, ckpt_path: Checkpoint = None, **others: Never
+    ) -> list[dict[str, float]]:
         """Run ``test_step`` over ``loader`` and return a list with the metrics, by name."""
-        return [dict(self._launch("test", module, {"loader": loader}, ckpt_path).metrics)]
+        return [dict(self._launch("test", module, {"loader": loader}, ckpt_path, others).metrics)]
 
-    def predict(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[Any]:
+    def predict(
+        self, module: TrainModule, loader: Any = None, ckpt_path: Checkpoint = None, **others: Never
+    ) -> list[Any]:
         """Run ``predict_step`` over ``loader`` and return each batch's outputs on the CPU, in the data set's order.
 
         If a launcher started the processes, rank 0 returns all outputs, and the other ranks return none.
         """
-        return list(self._launch("predict", module, {"loader": loader}, ckpt_path).predictions)
+        return list(self._launch("predict", module, {"loader": loader}, ckpt_path, others).predictions)
 
-    def _launch(self, stage: str, module: TrainModule, loaders: dict[str, Any], ckpt_path: Any) -> Result:
+    def _launch(
+        self, stage: str, module: TrainModule, loaders: dict[str, Any], ckpt_path: Any, others: Mapping[str, Any]
+    ) -> Result:
         """Run a stage on all ranks, and bring its results into this process."""
+        _refuse_unknown(getattr(self, stage), others)
         check_module(module, stage)
         for name, loader in loaders.items():
             if isinstance(loader, Dataset):
                 raise TypeError(f"{name} is a data set. Wrap it: DataLoader(dataset, batch_size=...). [J186]")
-            parts = cast("dict[str, Any]", loader).values() if isinstance(loader, dict) else loader
-            if isinstance(loader, (list, tuple, dict)) and any(isinstance(part, DataLoader) for part in parts):
+            parts: list[Any] = list(cast("Any", loader)) if isinstance(loader, (list, tuple)) else []
+            parts += cast("dict[str, Any]", loader).values() if isinstance(loader, dict) else ()
+            if len(parts) == 1 and isinstance(parts[0], DataLoader) and not isinstance(loader, dict):
+                loader = loaders[name] = cast("Any", parts[0])
+            elif any(isinstance(part, DataLoader) for part in parts):
                 raise TypeError(
                     f"{name} holds several loaders, and the trainer takes one. Concatenate their data sets with"
                     " torch.utils.data.ConcatDataset. To validate on each of them, call validate on each. [J596]"
@@ -260,6 +285,11 @@ class Trainer(TrainerState):
         self.callbacks = _in_order(self.callbacks)  # the user may have changed them
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
+        if ckpt_path in ("best", "last") and not os.path.exists(ckpt_path):
+            raise FileNotFoundError(
+                f"{ckpt_path=} is not the path of a file. Pass keeper.{ckpt_path}_model_path, where keeper is the"
+                " ModelCheckpoint of the trainer, or the path of one of its files. [J742]"
+            )
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
         saved = None if ckpt_path is None else read_checkpoint(ckpt_path)
         if stage == "fit":
@@ -416,12 +446,12 @@ class Trainer(TrainerState):
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_unknown(names: Iterable[str]) -> None:
-    """Raise a ``TypeError`` for the first name, which is not an argument of a trainer."""
+def _refuse_unknown(called: Callable[..., Any], names: Iterable[str]) -> None:
+    """Raise a ``TypeError`` for the first name, which is not an argument of the class or method that was called."""
     for name in names:
-        hint = _ELSEWHERE.get(name, f"Use one of {', '.join([*inspect.signature(Trainer).parameters][:-1])}")
+        hint = _ELSEWHERE.get(name, f"Use one of {', '.join([*inspect.signature(called).parameters][:-1])}")
         #: For an argument of Lightning's Trainer, do what the message says. Otherwise pass an argument that it lists.
-        raise TypeError(f"Trainer has no argument {name!r}. {hint}. [J643]")
+        raise TypeError(f"{called.__name__} has no argument {name!r}. {hint}. [J643]")
 
 
 def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) -> int:

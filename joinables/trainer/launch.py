@@ -233,8 +233,8 @@ class Launcher:
                 if failures:
                     (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
                     if others:
-                        text = "; ".join(f"rank {rank} failed too: {text[:200]}" for _, rank, _, text in others)
-                        add_note(error, text)
+                        texts = (f"rank {rank} failed too: {text[:200]}" for _, rank, _, text in others)
+                        add_note(error, "; ".join(texts))
                     raise error
             except BaseException as error:  # of another rank, after rank 0 has returned, or Ctrl-C
                 if (folder / "result").exists():

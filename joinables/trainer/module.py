@@ -42,6 +42,7 @@ def _missing(name: str, hint: str) -> Callable[..., Never]:
     """Return a method of Lightning's that raises an error with what to do instead."""
 
     def missing(*_: Any, **__: Any) -> Never:
+        #: Do what the message says.
         raise NotImplementedError(f"TrainModule has no {name}. {hint}. [J743]")
 
     return missing

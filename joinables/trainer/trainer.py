@@ -538,8 +538,8 @@ def _work(
     try:
         return _outcome(run, trainer, module, loaders, is_at_home=is_at_home)
     except BaseException as error:
-        if not is_at_home and isinstance(run, Fit) and run.is_trained and run.collective.rank == 0:
-            state = run.final or weights_only(module, trainer)
+        if not is_at_home and isinstance(run, Fit) and run.trained is not None and run.collective.rank == 0:
+            state = run.trained or weights_only(module, trainer)
             vars(error)["result"] = Outcome(None, state, {"folder": trainer.default_root_dir})
         raise
 
@@ -557,7 +557,7 @@ def _outcome(
                 run.start(**loaders)
                 run.run()
                 # On the CPU, since the trainer keeps the snapshot until the next fit.
-                state = run.final = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, run.snapshots.take())
+                state = run.trained = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, run.snapshots.take())
             else:
                 if task.saved is not None:
                     module.load_state_dict(task.saved["module"])

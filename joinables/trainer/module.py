@@ -438,7 +438,7 @@ def check_module(module: Any, stage: str, *, calls_val_dataloader: bool = True) 
             raise TypeError(f"{type(module).__name__} has no {name}, which {stage} calls. Define that method. [J182]")
         if name.endswith("_step"):
             try:
-                inspect.signature(getattr(module, name)).bind(None, 0)
+                inspect.signature(object.__getattribute__(module, name)).bind(None, 0)
             except TypeError as error:
                 raise TypeError(
                     f"{type(module).__name__}.{name} does not accept a batch and its index ({error}). Define it as"

@@ -39,6 +39,7 @@ KINDS = {
     "J215": ["WorkerDied"],
     "J444": ["ProtocolError"],
     "J684": ["AttributeError"],
+    "J741": ["TypeError", "ValueError"],
 }
 """Classes of the errors whose texts are not written where the error is raised."""
 TITLES = {

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
+from joinables.trainer.arguments import check_choice, check_kinds
 from joinables.trainer.checkpoint import FileCheckpointIO
 from joinables.trainer.metrics import monitored
 from joinables.trainer.module import Callback, TrainModule
@@ -44,6 +45,7 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: The number of optimizer steps between checkpoints, instead of epochs.
 
     Raises:
+        TypeError: If an argument has a wrong type.
         ValueError: If an argument is out of range.
     """
 
@@ -60,12 +62,8 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int = 1,
         every_n_train_steps: int | None = None,
     ) -> None:
-        if mode not in ("min", "max") or save_top_k < -1 or every_n_epochs < 1 or every_n_train_steps == 0:
-            raise ValueError(
-                f"{mode=}, {save_top_k=}, {every_n_epochs=} and {every_n_train_steps=} are not all in range. Pass 'min'"
-                " or 'max' for mode, -1 or more for save_top_k, and at least 1 for every_n_epochs and"
-                " every_n_train_steps. [J190]"
-            )
+        check_kinds(locals())
+        check_choice("mode", mode, ("min", "max"))
         self._folder = None if dirpath is None else Path(dirpath).absolute()
         self._filename, self._monitor, self._mode = filename, monitor, mode
         self._top_k, self._last = save_top_k, save_last
@@ -208,17 +206,15 @@ class EarlyStopping(Callback):
         min_delta: The smallest change that counts as an improvement.
 
     Raises:
+        TypeError: If an argument has a wrong type.
         ValueError: If an argument is out of range.
     """
 
     def __init__(
         self, monitor: str, mode: Literal["min", "max"] = "min", patience: int = 3, min_delta: float = 0.0
     ) -> None:
-        if mode not in ("min", "max") or patience < 0 or min_delta < 0:
-            raise ValueError(
-                f"{mode=}, {patience=} and {min_delta=} are not all in range. Pass 'min' or 'max' for mode, and at"
-                " least 0 for patience and min_delta. [J193]"
-            )
+        check_kinds(locals())
+        check_choice("mode", mode, ("min", "max"))
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
         self._patience, self._min_delta = patience, min_delta
         self._best = self._latest = math.inf

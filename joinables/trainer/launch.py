@@ -8,10 +8,10 @@ If the launcher starts the processes, the parent and each worker share the work 
     serves a store at that port                 meets the others; rank 0 removes the file
     waits until the processes end               makes the process group
                                                 runs fn
-                                                puts "done" into the store; waits a while for the other ranks
-                                                takes the group down, unless fn raised, or did so itself
                                                 rank 0 writes its result into a file
                                                 rank 0 puts one tuple into the queue, with the name of that file
+                                                puts "done" into the store; waits a while for the other ranks
+                                                takes the group down, unless fn raised, or did so itself
                                                 leaves a report: that fn returned, or its exception
     reads the reports                           ends
     ends the others after a failure
@@ -26,6 +26,10 @@ read, never set.
 Everything that may be long goes through a file. The tuple in the queue is shorter than ``PIPE_BUF``, so no pipe can be
 full while its reader waits for the writer to end. A report is complete or missing if its writer is killed. Space for a
 short report is reserved before the workers start, so a failure can be reported, shortened, even if the disk is full.
+
+A result with a method ``lost`` may hold hours of work. An exception of ``fn`` may have such a result, too, as an
+attribute ``result``. If the launch fails although the file of a result is complete, the parent calls this method with
+the exception that it raises. While rank 0 writes this file, it is not ended for the failure of another rank.
 
 Files are mapped and not copied: all workers share the tensors of the call in memory until they change them.
 
@@ -234,14 +238,20 @@ class Launcher:
             call = (fn, args, listening) if forks else None
             port = listening.getsockname()[1]
             job = _Job(ranks, self._options, threads, folder, self._worker_logs, results, port, call)
-            failures = _run(job, start_method, listening)
-            if failures:
-                (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
-                if others:
-                    add_note(error, "; ".join(f"rank {rank} failed too: {text[:200]}" for _, rank, _, text in others))
-                raise error
+            try:
+                failures = _run(job, start_method, listening)
+                if failures:
+                    (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
+                    if others:
+                        text = "; ".join(f"rank {rank} failed too: {text[:200]}" for _, rank, _, text in others)
+                        add_note(error, text)
+                    raise error
+            except BaseException as error:  # of another rank, after rank 0 has returned, or Ctrl-C
+                if (folder / "result").exists():
+                    _lose(_read(folder / "result"), error)
+                raise
             (result,) = results.get()
-            return torch.load(folder / result, map_location="cpu", weights_only=False, mmap=True)
+            return _read(folder / result)
 
     @property
     def _uses_gpu(self) -> bool:
@@ -517,6 +527,16 @@ def _needs_fork(call: Any, path: Path) -> bool:
         return text.find(b"c__main__\n") >= 0  # as pickle writes the module of a function or class
 
 
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+
+
+def _lose(result: Any, error: BaseException) -> None:
+    """Have a result keep itself where ``error`` says, since the process that asked for it does not receive it."""
+    if hasattr(result, "lost"):
+        result.lost(error)
+
+
 def _run(job: _Job, start_method: StartMethod, listening: socket.socket) -> list[_Failure]:
     """Start the workers, wait until all have ended, and return their failures; no worker is left running."""
     before = set(multiprocessing.active_children())
@@ -537,8 +557,8 @@ def _watch(workers: Sequence[BaseProcess], folder: Path) -> list[_Failure]:
     running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     failures: list[_Failure] = []
     silent, deadline = set(range(len(workers))), None  # the ranks that have not left a report
-    while running and (deadline is None or time.monotonic() < deadline):
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+    while running and (deadline is None or time.monotonic() < deadline or _is_writing(running, folder)):
+        left = None if deadline is None else max(deadline - time.monotonic(), TIMEOUTS.look)
         ended = [running.pop(sentinel) for sentinel in connection.wait(running, left) if isinstance(sentinel, int)]
         # A worker leaves its report before it ends, so the reports of all ended workers exist.
         for rank in sorted(silent):
@@ -554,6 +574,11 @@ def _watch(workers: Sequence[BaseProcess], folder: Path) -> list[_Failure]:
         if failures and deadline is None:
             deadline = time.monotonic() + TIMEOUTS.first
     return failures
+
+
+def _is_writing(running: Mapping[int, int], folder: Path) -> bool:
+    """Return whether rank 0 writes its result now."""
+    return 0 in running.values() and any(folder.glob(".*.part"))
 
 
 def _failures_in(rank: int, report: bytes) -> list[_Failure]:
@@ -599,15 +624,7 @@ def _work(rank: int, job: _Job) -> None:
         store = fresh_store(dist.TCPStore(_LOOPBACK, job.port, is_master=False), rank, job.world_size)
         if rank == 0:  # all ranks have opened it, and it should not stay if the parent is killed
             (job.folder / "call").unlink(missing_ok=True)
-        result = _as_rank(Place(rank, job.world_size, rank), store, job.options, fn, args)
-        if rank == 0:
-            try:
-                write(result, job.folder / "result")
-            except Exception as error:
-                if hasattr(result, "lost"):  # the last process that has the result ends here
-                    result.lost(error)
-                raise
-            job.results.put(("result",))
+        _as_rank(Place(rank, job.world_size, rank), store, job.options, _run_and_send, (job, rank, fn, args))
     except SystemExit:
         raise  # fn ends the process with this code, which the parent reads
     except BaseException as error:
@@ -628,6 +645,27 @@ def _work(rank: int, job: _Job) -> None:
             _leave_report(rank, job.folder, (text, trace, blame, pickled if len(pickled) < 2000 else b""))
         sys.exit(1)
     _leave_report(rank, job.folder, None)
+
+
+def _run_and_send(job: _Job, rank: int, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Run ``fn(*args)``; rank 0 sends the result before it waits for other ranks, which may fail."""
+    try:
+        result = fn(*args)
+    except BaseException as error:
+        if (result := vars(error).pop("result", None)) is not None:
+            _send(result, job.folder)
+        raise
+    if rank == 0:
+        _send(result, job.folder)
+        job.results.put(("result",))
+
+
+def _send(result: Any, folder: Path) -> None:
+    try:
+        write(result, folder / "result")
+    except BaseException as error:
+        _lose(result, error)  # the last process that has the result ends here
+        raise
 
 
 def _call_of(job: _Job) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -158,7 +158,7 @@ class Logs(Callback):
 
     Args:
         loggers: The loggers.
-        every: The number of optimizer steps between values of single steps.
+        every: The number of optimizer steps between values of single steps; 0 for none.
         tells: Whether the folders of the log are printed at the end of a fit.
     """
 
@@ -189,9 +189,9 @@ class Logs(Callback):
     @override
     def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        if self._is_open and step % self._every == 0 and step != self._logged_step:
+        if self._is_open and self._every and step % self._every == 0 and step != self._logged_step:
             self._logged_step, values = step, trainer.run.shown.step
-            self._write(trainer, {f"{name}_step": float(each.value) for name, each in values.items() if each.logger})
+            self._write(trainer, {each.name: float(each.value) for each in values.values() if each.logger})
 
     @override
     def on_train_epoch_end(self, trainer: Any, module: TrainModule) -> None:

@@ -49,8 +49,8 @@ class Fit(Run):
         self.snapshots = Snapshots(self.collective, partial(checkpoint.take, self))
         self._accumulated = 1
         """The number of batches in one optimizer step of this epoch."""
-        self.is_trained = False
-        """Whether only the end of the fit is left, so that a failure would lose the trained weights."""
+        self.trained: dict[str, Any] | None = None
+        """The snapshot at the end of the fit, or an empty one once only the end is left; a failure would lose it."""
 
     def start(self, train_loader: Any, val_loader: Any) -> None:
         """Wrap the module, build its optimizers, and resume from the snapshot of rank 0, if it has one."""
@@ -107,7 +107,7 @@ class Fit(Run):
                     warnings.warn(f"An epoch made no optimizer step. {reason}.", stacklevel=2)
                 if not is_limit(trainer.max_epochs):
                     break  # the fit would never reach max_steps
-        self.is_trained = True
+        self.trained = {}
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
         with self.fresh_metrics():
             self._call_and_reduce("on_train_end")

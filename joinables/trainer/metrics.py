@@ -56,6 +56,7 @@ class Metric:
         weight: The sum of the weights.
         prog_bar: Whether a progress bar shows it.
         logger: Whether loggers receive it.
+        on_epoch: Whether the epoch has it; otherwise only single steps do.
     """
 
     reduce_fx: Reduction
@@ -63,6 +64,7 @@ class Metric:
     weight: float = 0.0
     prog_bar: bool = False
     logger: bool = True
+    on_epoch: bool = True
 
     @property
     def value(self) -> float:
@@ -74,11 +76,12 @@ class Metric:
 
 
 class Logged(NamedTuple):
-    """A value of one step on this rank, and who receives it: a progress bar, loggers."""
+    """A value of one step on this rank, who receives it (a progress bar, loggers), and its name for loggers."""
 
     value: Any
     prog_bar: bool
     logger: bool
+    name: str
 
 
 @dataclass
@@ -165,7 +168,7 @@ class MetricStore(dict[str, Metric]):
         merged = MetricStore()
         for state in collective.all_gather_object(self.state_dict(), plain=True):
             merged.merge(state)
-        return dict(sorted(merged.items()))
+        return {name: metric for name, metric in sorted(merged.items()) if metric.on_epoch}
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add the values in another store's ``state_dict``."""

@@ -29,13 +29,25 @@ The annotation of ``trainer`` is ``Any``, since the file that defines ``Trainer`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import inspect
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import Never
 
 from joinables._torch.objects import compiled_from
 from joinables.trainer.metrics import Reduction
+
+
+def _missing(name: str, hint: str) -> Callable[..., Never]:
+    """Return a method of Lightning's that raises an error with what to do instead."""
+
+    def missing(*_: Any, **__: Any) -> Never:
+        #: Do what the message says.
+        raise NotImplementedError(f"TrainModule has no {name}. {hint}. [J743]")
+
+    return missing
 
 
 class TrainModule(torch.nn.Module):
@@ -228,12 +240,12 @@ class TrainModule(torch.nn.Module):
         name: str,
         value: float | torch.Tensor,
         prog_bar: bool = False,
-        *,
-        reduce_fx: Reduction = "mean",
-        batch_size: int | None = None,
         logger: bool = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
+        reduce_fx: Reduction = "mean",
+        *,
+        batch_size: int | None = None,
         sync_dist: bool | None = None,
     ) -> None:
         """Record a metric.
@@ -245,12 +257,12 @@ class TrainModule(torch.nn.Module):
             name: The metric's name.
             value: A number, or a tensor with one element. For ``"mean"``, it is the mean over the samples of the batch.
             prog_bar: Whether the progress bar shows it. If no value has ``prog_bar``, the bar shows all.
+            logger: Whether the trainer's loggers receive it.
+            on_step: Whether loggers receive the value of rank 0's batch, every ``log_every_n_steps`` training steps, as
+                ``NAME_step``, or as ``NAME`` with ``on_epoch=False``; by default they do.
+            on_epoch: Whether the mean of the epoch is computed, as ``NAME``; by default it is.
             reduce_fx: The reduction of the values to one. ``"mean"`` weights them by their numbers of samples.
             batch_size: The number of samples that the value is the mean of; by default, the samples of the batch.
-            logger: Whether the trainer's loggers receive it.
-            on_step: Whether loggers receive ``NAME_step``, the value of rank 0's batch, every ``log_every_n_steps``
-                training steps; by default they do.
-            on_epoch: Whether loggers receive the mean of the epoch; by default they do.
             sync_dist: Ignored, for compatibility with Lightning: means are always over all ranks.
 
         Raises:
@@ -258,13 +270,23 @@ class TrainModule(torch.nn.Module):
             TypeError: If the value is not one number.
             RuntimeError: In a prediction.
         """
-        to = prog_bar, logger and on_epoch is not False, logger and on_step is not False
+        to = prog_bar, logger, logger and on_step is not False, on_epoch is not False
         self.trainer.run.log(name, value, batch_size, reduce_fx, to)
 
-    def log_dict(self, metrics: Mapping[str, float | torch.Tensor], prog_bar: bool = False, **options: Any) -> None:
-        """Record several metrics; ``options`` are passed to :meth:`log`."""
+    def log_dict(self, metrics: Mapping[str, float | torch.Tensor], *flags: Any, **options: Any) -> None:
+        """Record several metrics; ``flags`` and ``options`` are passed to :meth:`log`."""
         for name, value in metrics.items():
-            self.log(name, value, prog_bar, **options)
+            self.log(name, value, *flags, **options)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0 only."""
+        if self._trainer is None or self.global_rank == 0:
+            print(*values, **options)
+
+    save_hyperparameters = _missing("save_hyperparameters", "Set self.hparams to a dict, which loggers receive")
+    load_from_checkpoint = _missing(
+        "load_from_checkpoint", "Make the module, and pass ckpt_path= to validate, test or predict, or load the weights"
+    )
 
     def all_gather(self, tensor: torch.Tensor | float) -> torch.Tensor:
         """Return the tensors of all ranks, without grad.
@@ -472,6 +494,14 @@ def check_module(module: Any, stage: str, *, calls_val_dataloader: bool = True) 
     for name in _NEEDED[stage]:
         if getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module):
             raise TypeError(f"{type(module).__name__} has no {name}, which {stage} calls. Define that method. [J182]")
+        if name.endswith("_step"):
+            try:
+                inspect.signature(object.__getattribute__(module, name)).bind(None, 0)
+            except TypeError as error:
+                raise TypeError(
+                    f"{type(module).__name__}.{name} does not accept a batch and its index ({error}). Define it as"
+                    f" {name}(self, batch, batch_idx). [J744]"
+                ) from error
     refuse_hooks(module, _UNCALLED if calls_val_dataloader else _UNCALLED | {"val_dataloader"})
 
 

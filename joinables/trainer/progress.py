@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, cast
 
@@ -49,13 +51,15 @@ class ProgressBar(Callback):
     @override
     def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         shown = trainer.run.shown
-        if shown is None or not self._is_due(batch_idx):
+        if shown is None or not self._is_due(shown, batch_idx):
             return
         loss: Any = cast("dict[str, Any]", outputs).get("loss") if isinstance(outputs, dict) else outputs
         is_number = isinstance(loss, torch.Tensor) and loss.numel() == 1
         parts = [_text(shown.step) or (f"loss={loss.item():.4g}" if is_number else "")]
         if len(shown.lengths) > 1 and None not in shown.lengths:
-            parts += [f"{sum(length > batch_idx for length in shown.lengths)} of {len(shown.lengths)} ranks"]
+            ends = batch_idx + 1 == shown.lengths[0] < max(shown.lengths)  # no hook runs here while rank 0 shadows
+            left = sum(length > batch_idx + ends for length in shown.lengths)
+            parts += [f"{'waits for ' * ends}{left} of {len(shown.lengths)} ranks"]
         self._draw(batch_idx, ", ".join(filter(None, parts)))
 
     @override
@@ -63,6 +67,8 @@ class ProgressBar(Callback):
         if (shown := trainer.run.shown) is not None:
             if not self._bars:  # without batches on this rank
                 self._begin(trainer, f"Epoch {trainer.current_epoch + 1}", 0)
+            if (bar := self._bars[-1]) is not None and bar.total:
+                bar.n = bar.total  # of the longest rank
             self._end(f"Epoch {trainer.current_epoch + 1}", _text(shown.metrics))
 
     @override
@@ -74,7 +80,7 @@ class ProgressBar(Callback):
     def on_evaluation_batch_end(
         self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, stage: str
     ) -> None:
-        if trainer.run.shown is not None and self._is_due(batch_idx):
+        if trainer.run.shown is not None and self._is_due(trainer.run.shown, batch_idx):
             self._draw(batch_idx, "")
 
     @override
@@ -91,7 +97,12 @@ class ProgressBar(Callback):
 
     def _begin(self, trainer: Any, title: str, done: int) -> None:
         self._next_picture = 0.0
-        options = {"desc": title, "total": trainer.run.shown.lengths[0], "initial": done, "unit": " batches"}
+        lengths = trainer.run.shown.lengths
+        total = lengths[0] if None in lengths else max(lengths)
+        options = {"desc": title, "total": total, "initial": done, "unit": " batches"}
+        with suppress(OSError, ValueError, AttributeError):  # stderr is not a terminal
+            if os.get_terminal_size(sys.stderr.fileno()).columns == 0:  # tqdm would write empty lines
+                options["ncols"] = 80
         try:
             tqdm = cast("Any", import_module("tqdm")).tqdm
         except ImportError:
@@ -104,12 +115,11 @@ class ProgressBar(Callback):
         # No thread that draws, since a process with threads cannot be forked safely.
         kind: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
         kind.set_lock(threading.RLock())  # the default is a semaphore between processes
-        self._bars.append(kind(**options, leave=not self._bars, dynamic_ncols=True, file=screen()))
+        self._bars.append(kind(**options, leave=not self._bars, dynamic_ncols="ncols" not in options, file=screen()))
 
-    def _is_due(self, index: int) -> bool:
-        """Return whether a picture is drawn after this batch; the last one always is."""
-        bar = self._bars[-1]
-        return bar is not None and (index + 1 == bar.total or time.monotonic() >= self._next_picture)
+    def _is_due(self, shown: Shown, index: int) -> bool:
+        """Return whether a picture is drawn after this batch; the last one of rank 0 always is."""
+        return self._bars[-1] is not None and (index + 1 == shown.lengths[0] or time.monotonic() >= self._next_picture)
 
     def _draw(self, index: int, text: str) -> None:
         bar, self._next_picture = self._bars[-1], time.monotonic() + _PAUSE

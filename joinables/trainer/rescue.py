@@ -23,14 +23,21 @@ from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO
 logger = logging.getLogger("joinables")
 
 
-def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> list[str]:
-    """Load weights as far as they fit, and return the names of those that only one of the two sides has.
+def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Load weights as far as they fit.
 
     A buffer that is ``None`` here, or has a different shape, is replaced. So is a parameter that is ``None``.
+
+    Returns:
+        The names of those that only one of the two sides has, and a sentence if the module's own method has raised.
     """
-    with suppress(Exception):  # torch raises after it has loaded what fits; a method of the user's may raise before
+    raised, kind = "", type(module)
+    try:
         module.load_state_dict(weights)
-        return []
+        return [], ""
+    except Exception as error:  # torch raises after it has loaded what fits; a method of the user's may raise before
+        if kind.load_state_dict is not torch.nn.Module.load_state_dict:
+            raised = f"{kind.__name__}.load_state_dict raised {described(error)}, so torch's was called. "
     buffers = dict(module.named_buffers())
     for name, value in weights.items():
         path, _, attribute = name.rpartition(".")
@@ -44,13 +51,17 @@ def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> list[st
     shapes = {name: getattr(value, "shape", None) for name, value in module.state_dict().items()}
     fitting = {name: value for name, value in weights.items() if shapes.get(name, 0) == getattr(value, "shape", None)}
     torch.nn.Module.load_state_dict(module, fitting, strict=False)
-    return sorted((weights.keys() | shapes.keys()) - fitting.keys())
+    return sorted((weights.keys() | shapes.keys()) - fitting.keys()), raised
 
 
 def weights_only(module: torch.nn.Module, counted: Any) -> dict[str, Any]:
     """Return the part of a snapshot that one rank has; ``counted`` has the numbers of epochs and steps."""
     counts = {"epochs": counted.epochs, "global_step": counted.global_step}
-    return {**counts, "module": module.state_dict(), "optimizers": [], "schedulers": []}
+    try:
+        weights = module.state_dict()
+    except Exception:  # get_extra_state or a hook of the user's raises
+        weights = {name: each.detach() for name, each in (*module.named_parameters(), *module.named_buffers())}
+    return {**counts, "module": weights, "optimizers": [], "schedulers": []}
 
 
 @dataclass(frozen=True)
@@ -76,15 +87,17 @@ class Rescue:
             weights: The weights.
             state: The snapshot of the fit, for the file.
         """
-        if rest := load_fitting(module, weights):
-            warnings.warn(
+        rest, text = load_fitting(module, weights)
+        if rest:
+            text += (
                 f"A hook of the fit has changed the parts of {type(module).__name__}: {', '.join(rest)} exist either in"
                 " the trained module or in this process, or have another shape there. All other weights are loaded"
-                f" here. {self._kept(state)} To have all of them here too, make these parts in __init__.",
-                stacklevel=5,  # the call of fit
+                " here. To have all of them here too, make these parts in __init__. "
             )
+        if text:
+            warnings.warn(text + self._kept(state), stacklevel=5)  # at the call of fit
 
-    def keep(self, error: Exception, state: dict[str, Any]) -> None:
+    def keep(self, error: BaseException, state: dict[str, Any]) -> None:
         """Write a checkpoint of the trained module, and add a note with its path to the error that would lose it."""
         add_note(error, kept := f"The module was trained before this error. {self._kept(state)}")
         logger.error(kept)  # Python 3.10 has no notes
@@ -94,8 +107,10 @@ class Rescue:
         name = f"trained-epoch={state['epochs']}-step={state['global_step']}"
         paths = (self.folder / f"{name}{f'-v{version}' if version else ''}.ckpt" for version in count())
         path, problem = str(next(path for path in paths if not path.exists())), ""
-        file, weights = FileCheckpointIO(), {"module": state["module"]}
-        for io, kept in ((self.io, state), (file, state), (file, weights)):  # an entry of a hook may not be plain data
+        file, weights = FileCheckpointIO(), state["module"]
+        tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+        # Entries of a hook, a callback or get_extra_state may be objects that cannot be written, or not be read again.
+        for io, kept in ((self.io, state), (file, state), (file, {"module": weights}), (file, {"module": tensors})):
             try:
                 io.save(kept, path)
                 load = "torch" if isinstance(io, FileCheckpointIO) else "trainer.strategy.checkpoint_io"

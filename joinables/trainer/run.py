@@ -313,7 +313,8 @@ class Run:
             value: Its value in this step or hook.
             samples: The number of samples; ``None`` for the samples of the current batch.
             reduce_fx: The reduction of the values to one.
-            to: Whether a progress bar shows it, and whether loggers receive it of each epoch, and of single steps.
+            to: Whether a progress bar shows it, whether loggers receive it, also of single steps, and whether the epoch
+                has it.
         """
         if not self.takes_metrics:
             raise RuntimeError(
@@ -321,11 +322,12 @@ class Run:
                 " metrics. Log it in a step or another hook. [J272]"
             )
         self.store.record(name, value, self.samples if samples is None else samples, reduce_fx)
-        if to[:2] != (False, True):
-            self.store[name].prog_bar, self.store[name].logger = to[:2]
+        if to[:2] != (False, True) or not to[3]:
+            metric = self.store[name]
+            metric.prog_bar, metric.logger, metric.on_epoch = to[0], to[1], to[3]
         if self.shown is not None:
             held = value.detach() if isinstance(value, torch.Tensor) else value
-            self.shown.step[name] = Logged(held, to[0], to[2])
+            self.shown.step[name] = Logged(held, to[0], to[2], f"{name}_step" if to[3] else name)
 
     def gather(self, value: Any) -> torch.Tensor:
         """Return a tensor of each rank, stacked; arguments as of ``TrainModule.all_gather``."""

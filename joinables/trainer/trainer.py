@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from join.options import check_loader
 from joinables.modules import keeping_modes, replaced
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
+from joinables.trainer.arguments import check_choice, check_kinds
 from joinables.trainer.checkpoint import CheckpointIO, checkpoint_io_of, load_checkpoint
 from joinables.trainer.data import order_seed
 from joinables.trainer.launch import launcher_of, write
@@ -46,18 +47,28 @@ Checkpoint: TypeAlias = "str | os.PathLike[str] | None"
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
+_SHORTER = "Pass loaders over torch.utils.data.Subset(dataset, range(n))"
 _ELSEWHERE = {
-    "limit_train_batches": "Pass a loader over torch.utils.data.Subset(dataset, range(n))",
-    "fast_dev_run": "Pass max_steps=1, logger=False and loaders of a few batches",
+    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches"), _SHORTER),
+    "fast_dev_run": f"Pass max_epochs=1 and logger=False. {_SHORTER}",
     "val_check_interval": "Validation follows each epoch. Shorten epochs with torch.utils.data.Subset",
-    "num_sanity_val_steps": "Call validate(module, loader) before fit",
+    "check_val_every_n_epoch": "Validation follows each epoch. Train on torch.utils.data.ConcatDataset([dataset] * n)",
+    "num_sanity_val_steps": "Remove it, and call validate(module, loader) before fit",
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_train_start",
     "deterministic": "Call torch.use_deterministic_algorithms(True) in on_train_start",
     "plugins": "Pass DDPStrategy(cluster_environment=...) as strategy, or Trainer(checkpoint_io=...)",
     "sync_batchnorm": "Write a loop over join.iterate",
     "max_time": "Set trainer.should_stop = True in a callback's on_train_epoch_end",
+    "min_epochs": "Set trainer.should_stop = False in on_train_epoch_end of a callback after EarlyStopping",
+    "enable_checkpointing": "Remove it. Only a ModelCheckpoint in callbacks= writes checkpoints",
+    "enable_model_summary": "Remove it. The trainer prints no summary, and print(module) prints one",
+    "use_distributed_sampler": "Remove it. A sampler with an attribute num_replicas distributes its samples itself",
+    "train_dataloaders": "Pass the loader as train_loader",
+    "val_dataloaders": "Pass the loader as val_loader",
+    "dataloaders": "Pass the loader as loader",
+    "datamodule": "Pass loaders. Call its methods prepare_data, setup and train_dataloader for them",
 }
-"""Arguments of Lightning's ``Trainer`` that this one does not have, and what to do instead."""
+"""Arguments of Lightning's ``Trainer`` and its methods that this one does not have, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,8 @@ class Trainer(TrainerState):
             Lightning, or any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. ``None`` is a
             ``CSVLogger`` if ``default_root_dir`` is set, and no logger otherwise. ``True`` is a ``CSVLogger``, and
             ``False`` no logger.
-        log_every_n_steps: The number of optimizer steps between the values of single steps that loggers receive.
+        log_every_n_steps: The number of optimizer steps between the values of single steps that loggers receive; 0 for
+            none.
         enable_progress_bar: Whether rank 0 shows its progress on stderr; by default, if stderr is a terminal or this is
             a notebook. It is a bar if tqdm is installed, and a line for each epoch otherwise.
         seed: The seed of random numbers and of the order of data. With ``None``, the order is drawn from the random
@@ -151,9 +163,10 @@ class Trainer(TrainerState):
         checkpoint_io: CheckpointIO | None = None,
         **others: Never,
     ) -> None:
-        _refuse_unknown(others)
-        _check_choice("uneven", uneven, ("join", "stop", "error"))
-        _check_choice("precision", str(precision), tuple(_DTYPES))
+        _refuse_unknown(Trainer, others)
+        check_kinds(locals())
+        check_choice("uneven", uneven, ("join", "stop", "error"))
+        check_choice("precision", str(precision), tuple(_DTYPES))
         self._accelerator = accelerator_of(accelerator)
         self.world_size = _world_size(devices, num_nodes, self._accelerator, strategy)
         self.strategy = strategy_of(("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy)
@@ -167,7 +180,6 @@ class Trainer(TrainerState):
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:
             raise ValueError("'16-mixed' cannot train with sharded optimizers. Pass precision='bf16-mixed'. [J267]")
-        _check_positive(accumulate_grad_batches, gradient_clip_val)
         self.max_epochs = 1 if max_epochs is None and not is_limit(max_steps) else max_epochs
         self.max_steps, self.seed, self.uneven = max_steps, seed, uneven
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
@@ -194,9 +206,10 @@ class Trainer(TrainerState):
     def fit(
         self,
         module: TrainModule,
-        train_loader: Any,
+        train_loader: Any = None,
         val_loader: Any = None,
         ckpt_path: Checkpoint = None,
+        **others: Never,
     ) -> Result:
         """Train ``module`` up to ``max_epochs`` or ``max_steps``.
 
@@ -214,6 +227,7 @@ class Trainer(TrainerState):
                 distributes them itself.
             val_loader: Batches to validate on after every epoch.
             ckpt_path: A checkpoint to resume from, with its weights, instead of the last fit.
+            **others: None; names of Lightning's arguments raise an error that says what to pass instead.
         """
         check_module(module, "fit", calls_val_dataloader=val_loader is not None)
         if val_loader is not None:
@@ -230,35 +244,47 @@ class Trainer(TrainerState):
                 " accumulate_grad_batches and precision='16-mixed' from the Trainer's arguments. [J183]"
             )
         loaders = {"train_loader": train_loader, "val_loader": val_loader}
-        return self._launch("fit", module, loaders, ckpt_path)
+        return self._launch("fit", module, loaders, ckpt_path, others)
 
-    def validate(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[dict[str, float]]:
+    def validate(
+        self, module: TrainModule, loader: Any = None, ckpt_path: Checkpoint = None, **others: Never
+    ) -> list[dict[str, float]]:
         """Run ``validation_step`` over ``loader`` and return a list with the metrics, by name.
 
         With ``ckpt_path``, ``module`` loads the weights of that checkpoint first, and keeps them. ``test`` and
         ``predict`` do the same.
         """
-        return [dict(self._launch("validate", module, {"loader": loader}, ckpt_path).metrics)]
+        return [dict(self._launch("validate", module, {"loader": loader}, ckpt_path, others).metrics)]
 
-    def test(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[dict[str, float]]:
+    def test(
+        self, module: TrainModule, loader: Any = None, ckpt_path: Checkpoint = None, **others: Never
+    ) -> list[dict[str, float]]:
         """Run ``test_step`` over ``loader`` and return a list with the metrics, by name."""
-        return [dict(self._launch("test", module, {"loader": loader}, ckpt_path).metrics)]
+        return [dict(self._launch("test", module, {"loader": loader}, ckpt_path, others).metrics)]
 
-    def predict(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[Any]:
+    def predict(
+        self, module: TrainModule, loader: Any = None, ckpt_path: Checkpoint = None, **others: Never
+    ) -> list[Any]:
         """Run ``predict_step`` over ``loader`` and return each batch's outputs on the CPU, in the data set's order.
 
         If a launcher started the processes, rank 0 returns all outputs, and the other ranks return none.
         """
-        return list(self._launch("predict", module, {"loader": loader}, ckpt_path).predictions)
+        return list(self._launch("predict", module, {"loader": loader}, ckpt_path, others).predictions)
 
-    def _launch(self, stage: str, module: TrainModule, loaders: dict[str, Any], ckpt_path: Any) -> Result:
+    def _launch(
+        self, stage: str, module: TrainModule, loaders: dict[str, Any], ckpt_path: Any, others: Mapping[str, Any]
+    ) -> Result:
         """Run a stage on all ranks, and bring its results into this process."""
+        _refuse_unknown(getattr(self, stage), others)
         check_module(module, stage)
         for name, loader in loaders.items():
             if isinstance(loader, Dataset):
                 raise TypeError(f"{name} is a data set. Wrap it: DataLoader(dataset, batch_size=...). [J186]")
-            parts = cast("dict[str, Any]", loader).values() if isinstance(loader, dict) else loader
-            if isinstance(loader, (list, tuple, dict)) and any(isinstance(part, DataLoader) for part in parts):
+            parts: list[Any] = list(cast("Any", loader)) if isinstance(loader, (list, tuple)) else []
+            parts += cast("dict[str, Any]", loader).values() if isinstance(loader, dict) else ()
+            if len(parts) == 1 and isinstance(parts[0], DataLoader) and not isinstance(loader, dict):
+                loader = loaders[name] = cast("Any", parts[0])
+            elif any(isinstance(part, DataLoader) for part in parts):
                 raise TypeError(
                     f"{name} holds several loaders, and the trainer takes one. Concatenate their data sets with"
                     " torch.utils.data.ConcatDataset. To validate on each of them, call validate on each. [J596]"
@@ -268,6 +294,11 @@ class Trainer(TrainerState):
         self.callbacks = _in_order(self.callbacks)  # the user may have changed them
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
+        if ckpt_path in ("best", "last") and not os.path.exists(ckpt_path):
+            raise FileNotFoundError(
+                f"{ckpt_path=} is not the path of a file. Pass keeper.{ckpt_path}_model_path, where keeper is the"
+                " ModelCheckpoint of the trainer, or the path of one of its files. [J742]"
+            )
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
         saved = None if ckpt_path is None else load_checkpoint(self.strategy.checkpoint_io, ckpt_path)
         if stage == "fit":
@@ -290,7 +321,7 @@ class Trainer(TrainerState):
         if home is not None:
             try:
                 self._load_home(module, result, home, state)
-            except Exception as error:
+            except BaseException as error:
                 if state is not None:
                     self._rescue.keep(error, state)
                 raise
@@ -432,27 +463,12 @@ class Trainer(TrainerState):
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_unknown(names: Iterable[str]) -> None:
-    """Raise a ``TypeError`` for the first name, which is not an argument of a trainer."""
+def _refuse_unknown(called: Callable[..., Any], names: Iterable[str]) -> None:
+    """Raise a ``TypeError`` for the first name, which is not an argument of the class or method that was called."""
     for name in names:
-        hint = _ELSEWHERE.get(name, f"Use one of {', '.join([*inspect.signature(Trainer).parameters][:-1])}")
+        hint = _ELSEWHERE.get(name, f"Use one of {', '.join([*inspect.signature(called).parameters][:-1])}")
         #: For an argument of Lightning's Trainer, do what the message says. Otherwise pass an argument that it lists.
-        raise TypeError(f"Trainer has no argument {name!r}. {hint}. [J643]")
-
-
-def _check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Raise a ``ValueError`` unless ``value`` is one of ``known``."""
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(known)}. [J166]")
-
-
-def _check_positive(accumulate_grad_batches: int, gradient_clip_val: float | None) -> None:
-    """Raise a ``ValueError`` unless both arguments are positive, or the second ``None``."""
-    if accumulate_grad_batches <= 0 or (gradient_clip_val is not None and gradient_clip_val <= 0):
-        raise ValueError(
-            f"{accumulate_grad_batches=} and {gradient_clip_val=} are not both positive. Pass positive numbers, or"
-            " gradient_clip_val=None for no clipping. [J168]"
-        )
+        raise TypeError(f"{called.__name__} has no argument {name!r}. {hint}. [J643]")
 
 
 def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: str | Strategy) -> int:
@@ -482,7 +498,8 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: str | 
 
 def _in_order(callbacks: Any, others: Sequence[Callback] = ()) -> list[Callback]:
     """Return the callbacks, and then others, in the order in which they are called."""
-    listed: list[Any] = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+    is_one = isinstance(callbacks, Callback) or not hasattr(callbacks or (), "__iter__")
+    listed: list[Any] = [callbacks] if is_one else list(cast("Iterable[Any]", callbacks or ()))
     listed += others
     for callback in listed:
         check_callback(callback)
@@ -502,19 +519,19 @@ class Outcome(NamedTuple):
     """Outcome of a run on one rank.
 
     Attributes:
-        result: The result.
+        result: The result; ``None`` if the run has raised after the training.
         state: The snapshot of a fit on rank 0.
         home: The weights, the random state and the rescue of the weights, if another process asked for them.
         extras: The results of the hook ``results_to_return`` on rank 0: the module's, and a dict with the callbacks'.
     """
 
-    result: Result
+    result: Result | None
     state: dict[str, Any] | None
     home: dict[str, Any] | None
     extras: tuple[Any, dict[str, Any]] | None
 
-    def lost(self, error: Exception) -> None:
-        """Keep the trained weights, since the outcome cannot be sent."""
+    def lost(self, error: BaseException) -> None:
+        """Keep the trained weights, since the process that started the run does not receive the outcome."""
         if self.state is not None and self.home is not None:
             self.home["rescue"].keep(error, self.state)
 
@@ -541,7 +558,19 @@ def _work(
     if not is_at_home:
         rng.start_from(task.random)
     run = (Fit if task.stage == "fit" else Run)(trainer, module, task, device)
-    outputs: dict[str, Any] = {}
+    try:
+        return _outcome(run, trainer, module, loaders, is_at_home=is_at_home)
+    except BaseException as error:
+        if not is_at_home and isinstance(run, Fit) and run.trained is not None and run.collective.rank == 0:
+            state = run.trained or weights_only(module, trainer)
+            vars(error)["result"] = Outcome(None, state, {"rescue": rescue}, None)
+        raise
+
+
+def _outcome(
+    run: Run, trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], *, is_at_home: bool
+) -> Outcome:
+    task, outputs = run.task, dict[str, Any]()
     state = extras = None
     trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
     try:
@@ -551,7 +580,7 @@ def _work(
                 run.start(**loaders)
                 run.run()
                 # On the CPU, since the trainer keeps the snapshot until the next fit.
-                state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, run.snapshots.take())
+                state = run.trained = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, run.snapshots.take())
             else:
                 if task.saved is not None:
                     module.load_state_dict(task.saved["module"])
@@ -561,10 +590,6 @@ def _work(
                     own = module.results_to_return()
                     others = {each.state_key: each.results_to_return(trainer, module) for each in trainer.callbacks}
                 extras = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (own, others))
-    except Exception as error:
-        if isinstance(run, Fit) and run.is_trained and not is_at_home and run.collective.rank == 0:
-            rescue.keep(error, state or weights_only(module, trainer))
-        raise
     finally:
         if isinstance(run, Fit):
             run.end()
@@ -580,6 +605,7 @@ def _work(
     if is_at_home or run.collective.rank != 0:
         return Outcome(result, state, None, extras)
     weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
+    rescue = trainer._rescue  # pyright: ignore[reportPrivateUsage]
     return Outcome(result, state, {"module": weights, "random": rng.capture(), "rescue": rescue}, extras)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from joinables.trainer import ModelCheckpoint, Trainer
+from joinables.trainer import EarlyStopping, ModelCheckpoint, Trainer
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.selection import at_night
@@ -358,12 +358,14 @@ def test_a_metric_of_epochs_for_files_of_steps(tmp_path: Path) -> None:
         ({"mode": "best"}, "mode='best'"),
         ({"save_top_k": -2}, "save_top_k=-2"),
         ({"every_n_epochs": 0}, "every_n_epochs=0"),
-        ({"every_n_train_steps": 0}, "every_n_train_steps=0"),
+        ({"every_n_train_steps": -1}, "every_n_train_steps=-1"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ModelCheckpoint(**options)
+    with pytest.raises(TypeError, match=r"patience='3'.* Pass a whole number from 0\. \[J741\]"):
+        EarlyStopping("loss", patience="3")  # pyright: ignore[reportArgumentType]
 
 
 def test_files_outside_the_folder_are_never_removed(tmp_path: Path) -> None:

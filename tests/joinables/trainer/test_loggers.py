@@ -43,10 +43,10 @@ def test_a_value_goes_where_log_sends_it(tmp_path: Path) -> None:
     module.hparams = {"width": 8}  # pyright: ignore
     run = Trainer(devices=2, max_epochs=2, default_root_dir=tmp_path, log_every_n_steps=2)
     run.fit(module, loader(36, 6))
-    step, epoch = {"all_step": 1.0, "steps_step": 1.0}, {"all": 1.0, "epochs": 1.0}
+    step, epoch = {"all_step": 1.0, "steps": 1.0}, {"all": 1.0, "epochs": 1.0}
     expected = [(0, 2, step), (1, 3, epoch), (1, 4, step), (1, 6, step), (2, 6, epoch), (2, 6, {"end": 2.0})]
     assert rows(tmp_path) == [{"epoch": epochs, "step": steps, **values} for epochs, steps, values in expected]
-    assert {"steps", "none"} <= run.metrics.keys()
+    assert "none" in run.metrics and "steps" not in run.metrics
     (path,) = tmp_path.rglob("hparams.json")
     assert json.loads(path.read_text()) == module.hparams
     run.test(module, loader(12))
@@ -56,6 +56,11 @@ def test_a_value_goes_where_log_sends_it(tmp_path: Path) -> None:
 
 
 NAMES = "loss", "accuracy"
+
+
+def test_no_values_of_single_steps(tmp_path: Path) -> None:
+    Trainer(default_root_dir=tmp_path, log_every_n_steps=0).fit(Chooses(), loader(12))
+    assert rows(tmp_path)[0].keys() == {"epoch", "step", "all", "epochs"}
 
 
 def test_nothing_is_written_unless_a_folder_or_a_logger_is_named(

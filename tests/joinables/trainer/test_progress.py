@@ -5,15 +5,30 @@ from __future__ import annotations
 import os
 import pty
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from joinables.trainer import Trainer
 from joinables.trainer.progress import is_watched
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
 from tests.pool import Pool
+
+
+class PartLoader:
+    """Has a number of batches that depends on the rank."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+
+    def __len__(self) -> int:
+        return self.counts[torch.distributed.get_rank() if torch.distributed.is_initialized() else 0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(loader(6 * len(self), 6)))
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])
@@ -38,6 +53,23 @@ def test_a_bar_shows_steps_metrics_and_ranks(
     assert kept.endswith(f"train_loss={run.metrics['train_loss']:.4g}, val_loss={run.metrics['val_loss']:.4g}]")
     assert any(each.startswith("validate: 100%") if on_terminal else each.endswith(", validate]") for each in pictures)
     assert any(each.endswith(f"test_loss={run.metrics['test_loss']:.4g}]") for each in pictures)
+
+
+def test_the_bar_ends_with_the_longest_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    run = Trainer(devices=2, strategy="ddp_fork", enable_progress_bar=True)
+    run.fit(Classifier(), PartLoader([1, 4]))
+    pictures = capfd.readouterr().err.split("\r")
+    assert any("25%" in each and "1/4" in each and each.endswith("waits for 1 of 2 ranks]") for each in pictures)
+    assert "4/4" in pictures[-1] and "train_loss" in pictures[-1]
+
+
+def test_a_terminal_without_columns(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((0, 0)))
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (0, 0))
+    Trainer(enable_progress_bar=True).fit(Classifier(), loader(12))
+    assert "train_loss=" in capfd.readouterr().err.split("\r")[-1]
 
 
 def steps(rank: int, counts: tuple[int, ...], **options: Any) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import errno
+import os
 import re
 import sys
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from joinables.trainer import Callback, NotPicklable, Trainer, launch
+from join.collectives.timeouts import TIMEOUTS
+from joinables.trainer import Callback, NotPicklable, Trainer, WorkerDied, launch
+from joinables.trainer.trainer import Outcome
 from tests.joinables.trainer.modules import FEATURES, Classifier, loader
 
 
@@ -87,18 +92,27 @@ class Fails(Callback):
     """Fails after training: in a hook or a state, in the workers or at home."""
 
     def __init__(self, where: str) -> None:
-        self.where, self.is_trained = where, False
+        self.where, self.is_trained, self.is_over = where, False, False
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.is_trained = True
         if self.where == "hook":
             raise KeyError(self.where)
+        if self.where == "exit" and trainer.is_global_zero:
+            sys.exit("text")
 
     def on_end(self, trainer: Any, module: Any, stage: str) -> None:
-        if self.where == "end" and trainer.is_global_zero:
+        if self.where == f"end of rank {trainer.global_rank}":
             raise KeyError(self.where)
+        if self.where == f"death of rank {trainer.global_rank}":
+            os._exit(3)
+        if self.where == f"interrupt of rank {trainer.global_rank}":
+            raise KeyboardInterrupt
+        self.is_over = self.where == f"result of rank {trainer.global_rank}"
 
     def state_dict(self) -> dict[str, Any]:
+        if self.is_over:
+            raise KeyError(self.where)
         return {"function": lambda: None} if self.where == "state" and self.is_trained else {"is": self.is_trained}
 
     def load_state_dict(self, state: Any) -> None:
@@ -106,11 +120,14 @@ class Fails(Callback):
             raise KeyError(self.where)
 
 
-@pytest.mark.parametrize("where", ["hook", "end", "state", "load"])
+RANKS = [f"{what} of rank {rank}" for what in ("end", "interrupt", "result") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("where", ["hook", "state", "load", "exit", "death of rank 1", *RANKS])
 def test_a_failure_after_training(tmp_path: Path, where: str) -> None:
     alone = Classifier()
     Trainer(devices=1).fit(alone, loader(6))
-    with pytest.raises((KeyError, NotPicklable)) as caught:
+    with pytest.raises((KeyError, NotPicklable, WorkerDied, KeyboardInterrupt)) as caught:
         Trainer(devices=2, callbacks=Fails(where), default_root_dir=tmp_path).fit(Classifier(), loader(6))
     torch.testing.assert_close(trained(tmp_path), dict(alone.state_dict()))
     if sys.version_info >= (3, 11):
@@ -129,3 +146,64 @@ def test_a_result_that_does_not_fit_on_the_disk(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="No space left"):
         Trainer(devices=2, strategy="ddp_fork", default_root_dir=tmp_path).fit(Classifier(), loader(6))
     assert trained(tmp_path)["body.0.weight"].shape == (8, FEATURES)
+
+
+class Extra(Classifier):
+    """Has an extra state that cannot be pickled, or not even be read, after the fit."""
+
+    divisor = 1
+    is_over = False
+
+    def on_train_end(self) -> None:
+        self.is_over = True
+
+    def get_extra_state(self) -> Any:
+        return {"pickled": lambda: None, "read": 1 / self.divisor} if self.is_over else {}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+class Unreadable(Extra):
+    divisor = 0
+
+
+@pytest.mark.parametrize("kind", [Extra, Unreadable])
+def test_an_extra_state_that_cannot_be_sent(tmp_path: Path, kind: type[Extra]) -> None:
+    with pytest.raises((NotPicklable, ZeroDivisionError)):
+        Trainer(devices=2, default_root_dir=tmp_path).fit(kind(), loader(6))
+    assert trained(tmp_path).keys() == dict(Classifier().named_parameters()).keys()
+
+
+def test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(value: Any, write: Any) -> None:
+        if isinstance(value, Outcome):
+            while not list(Path(tempfile.gettempdir()).glob("*/report-1")):
+                threading.Event().wait(0.01)
+            threading.Event().wait(1.0)  # the launch would end this rank now
+        save(value, write)
+
+    save = launch.save
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launch, "save", slow)
+    monkeypatch.setattr(TIMEOUTS, "first", 0.0)
+    with pytest.raises(KeyError):
+        callback = Fails("end of rank 1")
+        Trainer(devices=2, strategy="ddp_fork", callbacks=callback, default_root_dir=tmp_path).fit(
+            Classifier(), loader(6)
+        )
+    assert trained(tmp_path)
+
+
+class Loads(Classifier):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        raise KeyError("own")
+
+
+def test_a_module_whose_load_state_dict_raises(tmp_path: Path) -> None:
+    here, alone = Loads(), Classifier()
+    Trainer(devices=1).fit(alone, loader(6))
+    with pytest.warns(UserWarning, match=r"Loads.load_state_dict raised KeyError: 'own', so .*trained-epoch=1"):
+        Trainer(devices=2, default_root_dir=tmp_path).fit(here, loader(6))
+    torch.testing.assert_close(here.state_dict(), alone.state_dict())

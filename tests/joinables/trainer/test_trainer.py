@@ -18,7 +18,7 @@ import sys
 import termios
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -407,6 +407,15 @@ def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
     assert_same(flat_state(restored.state_dict()), flat_state(module.state_dict()))
 
 
+TOO_SMALL = [
+    *(("num_nodes", 0), ("max_epochs", -2), ("max_steps", -5), ("log_every_n_steps", -1)),
+    *(("accumulate_grad_batches", 0), ("gradient_clip_val", float("nan"))),
+]
+WRONG = [
+    *(("num_nodes", "1"), ("max_epochs", 1.5), ("max_epochs", "3"), ("max_steps", True), ("log_every_n_steps", "x")),
+    *(("accumulate_grad_batches", "2"), ("gradient_clip_val", "a"), ("seed", 1.5), ("seed", "x")),
+    *(("enable_progress_bar", "yes"), ("default_root_dir", 5)),
+]
 BAD = [
     ({"devices": 0}, ValueError, "devices=0 and num_nodes=1"),
     (
@@ -433,8 +442,12 @@ BAD = [
     ({"num_nodes": 2, "devices": 1}, ValueError, "torchrun, SLURM, MPI"),
     ({"devices": [0, 1]}, TypeError, r"devices=\[0, 1\] is not a number of processes\. .* CUDA_VISIBLE_DEVICES"),
     ({"max_epoch": 3}, TypeError, r"no argument 'max_epoch'\. Use one of .*max_epochs.*\[J643\]"),
-    ({"fast_dev_run": True}, TypeError, r"no argument 'fast_dev_run'\. Pass max_steps=1"),
+    ({"fast_dev_run": True}, TypeError, r"no argument 'fast_dev_run'\. Pass max_epochs=1 and logger=False\. .*Subset"),
+    ({"limit_test_batches": 3}, TypeError, r"no argument 'limit_test_batches'\. Pass loaders over .*Subset"),
     ({"callbacks": [print]}, TypeError, "callbacks has an object of type builtin"),
+    ({"callbacks": print}, TypeError, "callbacks has an object of type builtin"),
+    *(({name: value}, ValueError, rf"{name}={value}.*\. Pass a .*\[J741\]") for name, value in TOO_SMALL),
+    *(({name: value}, TypeError, rf"{name}={value!r}.*\. Pass .*\[J741\]") for name, value in WRONG),
     ({"callbacks": [ModelCheckpoint(), ModelCheckpoint()]}, ValueError, "Several callbacks have the same state_key"),
 ]
 
@@ -468,6 +481,52 @@ def test_bad_runs(tmp_path: Path) -> None:
         Trainer().fit(Classifier(), 5)
     with pytest.raises(RuntimeError, match="No Trainer runs this Classifier"):
         Classifier().log("x", 1.0)
+
+
+class OneArgument(Classifier):
+    def training_step(self, batch: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+def test_first_lines_of_users_of_lightning(capfd: pytest.CaptureFixture[str]) -> None:
+    run, module, batches = cast("Any", Trainer()), cast("Any", Classifier()), loader(12)
+    told = {
+        r"fit has no argument 'train_dataloaders'\. Pass the loader as train_loader": lambda: run.fit(
+            module, train_dataloaders=batches
+        ),
+        r"fit has no argument 'datamodule'\. Pass loaders": lambda: run.fit(module, datamodule=batches),
+        r"predict has no argument 'dataloaders'\. Pass the loader as loader": lambda: run.predict(
+            module, dataloaders=batches
+        ),
+        r"test has no argument 'verbose'\. Use one of module, loader, ckpt_path": lambda: run.test(
+            module, batches, verbose=True
+        ),
+        r"no save_hyperparameters\. Set self\.hparams": lambda: module.save_hyperparameters("lr"),
+        r"no load_from_checkpoint\. Make the module": lambda: cast("Any", Classifier).load_from_checkpoint("x.ckpt"),
+        r"ckpt_path='best' is not .* keeper\.best_model_path": lambda: run.fit(module, batches, ckpt_path="best"),
+        r"OneArgument\.training_step .* as training_step\(self, batch, batch_idx\)": lambda: run.fit(
+            OneArgument(), batches
+        ),
+    }
+    for text, call in told.items():
+        with pytest.raises((TypeError, NotImplementedError, FileNotFoundError), match=text):
+            call()
+    run.fit(module, [batches], (batches,))
+    assert {"train_loss", "val_loss"} <= run.metrics.keys()
+    module.print("once")
+    assert capfd.readouterr().out == "once\n"
+
+
+class Positional(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log_dict({"step": 1.0}, False, True, True, False)
+        self.log("mean", 2.0, True, True)
+        return self.body(batch[0]).sum()
+
+
+def test_arguments_of_log_have_the_order_of_lightning() -> None:
+    run = Trainer()
+    run.fit(Positional(), loader(12))
+    assert run.metrics == {"mean": 2.0}
 
 
 def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,8 @@ class End:
 
     def said(self, name: str) -> str:
         """What it has said by :func:`say` under a name; empty if nothing."""
-        found = [line.partition("=")[2] for line in self.text.splitlines() if line.startswith(f"SAID {name}=")]
+        start = f"SAID {name}="  # in a worker of the trainer's, behind its rank
+        found = [line.partition("=")[2] for line in self.text.splitlines() if start in line]
         return found[-1] if found else ""
 
 

@@ -163,6 +163,7 @@ def test_public_signatures() -> None:
         "pending",
         "report",
         "shadowing",
+        "total_weight",
         "weight",
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ class SingleCollective(Collective):
 
     def __init__(self) -> None:
         self._store = dist.HashStore()
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a Join may be pickled for another process, and the store stays here
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:

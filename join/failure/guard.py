@@ -82,8 +82,7 @@ class Guard:
         """Stop watching the other ranks; called when the last block of the group closes."""
         self._collective.waiter = None
         self.peers.watch.end()
-        if self.is_lost and self._collective.world_size > 1:
-            self._collective.kept.lost = self.closed
+        if self.is_lost:
             self._collective.hold()
 
     # -- waiting ------------------------------------------------------------------------------------------------------
@@ -262,7 +261,10 @@ class Guard:
             self.peers.post(error)
         if self.is_lost and self._collective.world_size > 1:
             # Without this, code that handles the error waits for the device as soon as it reads a tensor.
-            self._collective.abort(connections=closes or is_broken(error))
+            breaks = closes or is_broken(error)
+            self._collective.abort(connections=breaks)
+            if breaks or isinstance(cause or error, (PeerError, JoinTimeoutError)):
+                self._collective.kept.lost = self.closed
         return cause
 
     def explain(self, error: BaseException) -> JoinError | None:

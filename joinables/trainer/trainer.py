@@ -30,7 +30,7 @@ from joinables.modules import keeping_modes, replaced
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
 from joinables.trainer.arguments import check_choice, check_kinds
-from joinables.trainer.checkpoint import CheckpointIO, checkpoint_io_of, load_checkpoint
+from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, checkpoint_io_of, load_checkpoint
 from joinables.trainer.data import order_seed
 from joinables.trainer.launch import launcher_of, write
 from joinables.trainer.loggers import Logs, loggers_of
@@ -277,20 +277,7 @@ class Trainer(TrainerState):
         """Run a stage on all ranks, and bring its results into this process."""
         _refuse_unknown(getattr(self, stage), others)
         check_module(module, stage)
-        for name, loader in loaders.items():
-            if isinstance(loader, Dataset):
-                raise TypeError(f"{name} is a data set. Wrap it: DataLoader(dataset, batch_size=...). [J186]")
-            parts: list[Any] = list(cast("Any", loader)) if isinstance(loader, (list, tuple)) else []
-            parts += cast("dict[str, Any]", loader).values() if isinstance(loader, dict) else ()
-            if len(parts) == 1 and isinstance(parts[0], DataLoader) and not isinstance(loader, dict):
-                loader = loaders[name] = cast("Any", parts[0])
-            elif any(isinstance(part, DataLoader) for part in parts):
-                raise TypeError(
-                    f"{name} holds several loaders, and the trainer takes one. Concatenate their data sets with"
-                    " torch.utils.data.ConcatDataset. To validate on each of them, call validate on each. [J596]"
-                )
-            if name != "val_loader" or loader is not None:
-                check_loader(loader)
+        loaders = {name: _checked_loader(name, loader) for name, loader in loaders.items()}
         self.callbacks = _in_order(self.callbacks)  # the user may have changed them
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
@@ -471,6 +458,24 @@ def _refuse_unknown(called: Callable[..., Any], names: Iterable[str]) -> None:
         raise TypeError(f"{called.__name__} has no argument {name!r}. {hint}. [J643]")
 
 
+def _checked_loader(name: str, loader: Any) -> Any:
+    """Return the loader that was passed, by itself or as the only one of a list."""
+    if isinstance(loader, Dataset):
+        raise TypeError(f"{name} is a data set. Wrap it: DataLoader(dataset, batch_size=...). [J186]")
+    parts: list[Any] = list(loader) if isinstance(loader, (list, tuple)) else []
+    if len(parts) == 1 and isinstance(parts[0], DataLoader):
+        return parts[0]
+    parts += cast("dict[str, Any]", loader).values() if isinstance(loader, dict) else ()
+    if any(isinstance(part, DataLoader) for part in parts):
+        raise TypeError(
+            f"{name} holds several loaders, and the trainer takes one. Concatenate their data sets with"
+            " torch.utils.data.ConcatDataset. To validate on each of them, call validate on each. [J596]"
+        )
+    if name != "val_loader" or loader is not None:
+        check_loader(loader)
+    return loader
+
+
 def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: str | Strategy) -> int:
     """Return the number of processes on all nodes.
 
@@ -563,7 +568,10 @@ def _work(
     except BaseException as error:
         if not is_at_home and isinstance(run, Fit) and run.trained is not None and run.collective.rank == 0:
             state = run.trained or weights_only(module, trainer)
-            vars(error)["result"] = Outcome(None, state, {"rescue": rescue}, None)
+            if isinstance(rescue.io, FileCheckpointIO):
+                vars(error)["result"] = Outcome(None, state, {"rescue": rescue}, None)
+            else:  # which does not travel
+                rescue.keep(error, state)
         raise
 
 

@@ -25,7 +25,7 @@ def test_single() -> None:
     conforms(SingleCollective())
 
 
-def test_a_trainers_collective_goes_to_other_processes() -> None:
+def test_a_collective_of_one_rank_goes_to_other_processes() -> None:
     pickle.loads(pickle.dumps(SingleCollective())).barrier()
 
 

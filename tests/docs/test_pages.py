@@ -166,7 +166,7 @@ def test_statistics_of_batch_norm_are_averaged_by_numbers_of_batches(pool: Pool,
 
 def test_each_loop_is_run() -> None:
     counts = {"block.md": 4, "weights.md": 4, "metrics.md": 3, "iterate.md": 4, "sharded.md": 3, "authors.md": 2}
-    counts |= {"convert.md": 2, "joinable.md": 3, "trainer.md": 4}
+    counts |= {"convert.md": 2, "joinable.md": 3, "trainer.md": 6}
     assert {page: len(blocks(page)) for page in counts} == counts
 
 
@@ -304,7 +304,7 @@ def test_the_trainer(ending: Ending, tmp_path: Path) -> None:
 
 
 def test_objects_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    *_, cluster, pickles = blocks("trainer.md")
+    cluster, pickles = (block for block in blocks("trainer.md") if "class Cluster" in block or "class Pickles" in block)
     for name, value in {"MY_RANK": "1", "MY_SIZE": "2", "MY_LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     names: dict[str, Any] = {}

@@ -696,14 +696,14 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/guard.py",
-        "connections=closes or is_broken(error)",
-        "connections=is_broken(error)",
+        "breaks = closes or is_broken(error)",
+        "breaks = is_broken(error)",
         "tests/join/failure/test_connections.py::test_a_failing_rank_closes_its_connections",
     ),
     Mutant(
         "join/failure/guard.py",
-        "connections=closes or is_broken(error)",
-        "connections=closes",
+        "breaks = closes or is_broken(error)",
+        "breaks = closes",
         "tests/join/failure/test_connections.py::test_a_rank_that_learns_of_a_failure_closes_its_connections",
     ),
     Mutant(

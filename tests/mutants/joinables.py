@@ -354,14 +354,14 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/unlisted.py",
-        " and id(p) not in covered",
-        "",
+        "optimizer.state.get(each)} - covered",
+        "optimizer.state.get(each)}",
         "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing",
     ),
     Mutant(
         "joinables/unlisted.py",
-        "optimizer.state.get(p) and ",
-        "",
+        " if optimizer.state.get(each)}",
+        "}",
         "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing",
     ),
     Mutant(

@@ -84,7 +84,7 @@ def test_state_goes_on() -> None:
 def test_bad_values() -> None:
     store = MetricStore()
     for value in (torch.zeros(2), torch.zeros(2).numpy(), MetricStore()):
-        with pytest.raises(TypeError, match=r"Metric 'x' was logged as a .*, which is not one number"):
+        with pytest.raises(TypeError, match=r"Metric 'x' was logged as an object of type .*, which is not one number"):
             store.record("x", value, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="reduce_fx='median'"):
         store.record("y", 1.0, 1, "median")  # type: ignore[arg-type]

@@ -75,14 +75,14 @@ def job_of(environ: Mapping[str, str], world_size: int) -> str:
     return ", ".join([*known, f"user {os.getuid()}"])
 
 
-def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+def fresh_store(store: dist.Store, rank: int, world_size: int, environ: Mapping[str, str] = os.environ) -> dist.Store:
     """Return a view of ``store`` without keys. All ranks that meet there call this, equally often.
 
     Raises:
         RuntimeError: If another job has opened the store.
         torch.distributed.DistStoreError: If some ranks do not arrive within the time limit of ``store``.
     """
-    own = job_of(os.environ, world_size)
+    own = job_of(environ, world_size)
     if rank == 0:
         store.set("job", own)
         return _lead(store, world_size)

@@ -28,8 +28,8 @@ full while its reader waits for the writer to end. A report is complete or missi
 short report is reserved before the workers start, so a failure can be reported, shortened, even if the disk is full.
 
 A result with a method ``lost`` may hold hours of work. An exception of ``fn`` may have such a result, too, as an
-attribute ``result``. If the launch fails although the file of a result is complete, the parent calls this method with
-the exception that it raises. While rank 0 writes this file, it is not ended for the failure of another rank.
+attribute :data:`RESULT`. If the launch fails although the file of a result is complete, the parent calls this method
+with the exception that it raises. While rank 0 writes this file, it is not ended for the failure of another rank.
 
 Files are mapped and not copied: all workers share the tensors of the call in memory until they change them.
 
@@ -79,6 +79,7 @@ StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
 
 _T = TypeVar("_T")
 
+RESULT = "_joinables_result"  # an attribute of exceptions
 _LOOPBACK = "127.0.0.1"  # the address of this machine, which all started processes share
 _SPARE = 4096  # bytes that are reserved for the report of each rank
 
@@ -200,7 +201,7 @@ class Launcher:
         if environment is None:
             return self._start(fn, args)
         place = environment.place
-        store = fresh_store(environment.store(), place.rank, place.world_size)
+        store = fresh_store(environment.store(), place.rank, place.world_size, environment.environ)
         return _as_rank(place, store, self._options, fn, args)
 
     def _start(self, fn: Callable[..., _T], args: tuple[Any, ...]) -> _T:
@@ -652,20 +653,24 @@ def _run_and_send(job: _Job, rank: int, fn: Callable[..., Any], args: Sequence[A
     try:
         result = fn(*args)
     except BaseException as error:
-        if (result := vars(error).pop("result", None)) is not None:
-            _send(result, job.folder)
+        if (result := vars(error).pop(RESULT, None)) is not None:
+            _send(result, job.folder, error)
         raise
     if rank == 0:
         _send(result, job.folder)
         job.results.put(("result",))
 
 
-def _send(result: Any, folder: Path) -> None:
+def _send(result: Any, folder: Path, cause: BaseException | None = None) -> None:
+    """Write the result of rank 0, and read it as the parent will. After ``cause``, no other error is raised."""
     try:
         write(result, folder / "result")
+        _read(folder / "result")
     except BaseException as error:
-        _lose(result, error)  # the last process that has the result ends here
-        raise
+        (folder / "result").unlink(missing_ok=True)
+        _lose(result, cause or error)  # the last process that has the result ends here
+        if cause is None:
+            raise
 
 
 def _call_of(job: _Job) -> tuple[Callable[..., Any], tuple[Any, ...]]:

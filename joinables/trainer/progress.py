@@ -101,14 +101,14 @@ class ProgressBar(Callback):
         total = lengths[0] if None in lengths else max(lengths)
         options = {"desc": title, "total": total, "initial": done, "unit": " batches"}
         with suppress(OSError, ValueError, AttributeError):  # stderr is not a terminal
-            if os.get_terminal_size(sys.stderr.fileno()).columns == 0:  # tqdm would write empty lines
+            if os.get_terminal_size(screen().fileno()).columns == 0:  # tqdm would write empty lines
                 options["ncols"] = 80
         try:
             tqdm = cast("Any", import_module("tqdm")).tqdm
         except ImportError:
             self._bars.append(None)
             return
-        if self._bars and not sys.stderr.isatty():  # only a terminal moves the cursor up to a bar above another
+        if self._bars and not screen().isatty():  # only a terminal moves the cursor up to a bar above another
             self._bars[-1].set_postfix_str(title)
             self._bars.append(None)
             return

@@ -32,7 +32,7 @@ from joinables.trainer.accelerator import accelerator_of, release
 from joinables.trainer.arguments import check_choice, check_kinds
 from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, checkpoint_io_of, load_checkpoint
 from joinables.trainer.data import order_seed
-from joinables.trainer.launch import launcher_of, write
+from joinables.trainer.launch import RESULT, launcher_of, write
 from joinables.trainer.loggers import Logs, loggers_of
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
@@ -281,7 +281,8 @@ class Trainer(TrainerState):
         self.callbacks = _in_order(self.callbacks)  # the user may have changed them
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
-        if ckpt_path in ("best", "last") and not os.path.exists(ckpt_path):
+        is_file = isinstance(self.strategy.checkpoint_io, FileCheckpointIO)
+        if is_file and ckpt_path in ("best", "last") and not os.path.exists(ckpt_path):
             raise FileNotFoundError(
                 f"{ckpt_path=} is not the path of a file. Pass keeper.{ckpt_path}_model_path, where keeper is the"
                 " ModelCheckpoint of the trainer, or the path of one of its files. [J742]"
@@ -462,18 +463,21 @@ def _checked_loader(name: str, loader: Any) -> Any:
     """Return the loader that was passed, by itself or as the only one of a list."""
     if isinstance(loader, Dataset):
         raise TypeError(f"{name} is a data set. Wrap it: DataLoader(dataset, batch_size=...). [J186]")
-    parts: list[Any] = list(loader) if isinstance(loader, (list, tuple)) else []
-    if len(parts) == 1 and isinstance(parts[0], DataLoader):
-        return parts[0]
-    parts += cast("dict[str, Any]", loader).values() if isinstance(loader, dict) else ()
+    given, parts = loader, list[Any]()
+    if isinstance(loader, (list, tuple)):
+        parts = list(given)
+        if len(parts) == 1 and isinstance(parts[0], DataLoader):
+            return cast("Any", parts[0])
+    elif isinstance(loader, dict):
+        parts = list(given.values())
     if any(isinstance(part, DataLoader) for part in parts):
         raise TypeError(
             f"{name} holds several loaders, and the trainer takes one. Concatenate their data sets with"
             " torch.utils.data.ConcatDataset. To validate on each of them, call validate on each. [J596]"
         )
     if name != "val_loader" or loader is not None:
-        check_loader(loader)
-    return loader
+        check_loader(given)
+    return given
 
 
 def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: str | Strategy) -> int:
@@ -543,17 +547,24 @@ class Outcome(NamedTuple):
 
 def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Outcome:
     """Do one rank's part of a run; called on all ranks."""
-    strategy = trainer.strategy
+    strategy, device, outcome = trainer.strategy, torch.device("cpu"), None
     strategy.setup()
-    device = trainer.device_of(strategy.collective.rank)
     try:
+        device = trainer.device_of(strategy.collective.rank)
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
-        return _work(trainer, module, loaders, task, device)
+        outcome = _work(trainer, module, loaders, task, device)
+        return outcome
     finally:
-        strategy.teardown()
-        with suppress(RuntimeError):  # an error of the device says the same, and is on its way
-            release(module, device)
+        try:
+            strategy.teardown()
+        except BaseException as error:  # of the user's own strategy; the module is trained
+            if outcome is not None and outcome.home is not None:
+                vars(error)[RESULT] = outcome
+            raise
+        finally:
+            with suppress(RuntimeError):  # an error of the device says the same, and is on its way
+                release(module, device)
 
 
 def _work(
@@ -568,8 +579,8 @@ def _work(
     except BaseException as error:
         if not is_at_home and isinstance(run, Fit) and run.trained is not None and run.collective.rank == 0:
             state = run.trained or weights_only(module, trainer)
-            if isinstance(rescue.io, FileCheckpointIO):
-                vars(error)["result"] = Outcome(None, state, {"rescue": rescue}, None)
+            if type(rescue.io) is FileCheckpointIO:
+                vars(error)[RESULT] = Outcome(None, state, {"rescue": rescue}, None)
             else:  # which does not travel
                 rescue.keep(error, state)
         raise

@@ -6,7 +6,8 @@ import hashlib
 import os
 import pickle
 import random
-from contextlib import ExitStack
+import socket
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,14 @@ def cluster(rank: Any = 1, ranks: Any = 3, local: Any = 0, port: Any = 1, host: 
     return SimpleNamespace(**numbers, main_address=host, main_port=port)
 
 
+def free_port() -> int:
+    """A port below those that the system gives to others meanwhile."""
+    while True:
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", random.randrange(20000, 30000)))
+            return one.getsockname()[1]
+
+
 def in_cluster(rank: int, port: int) -> Any:
     os.environ |= {"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere", "MASTER_PORT": "x"}
     run = Trainer(strategy=DDPStrategy(cluster_environment=cluster(rank, port=port)))
@@ -44,7 +53,7 @@ def test_a_cluster_environment(ending: Ending) -> None:
     """Two batches on three ranks."""
     alone = Classifier()
     trainer().fit(alone, loader(12, 12))
-    found = ending.run(in_cluster, random.randrange(25000, 30000), ranks=3, group=False)
+    found = ending.run(in_cluster, free_port(), ranks=3, group=False)
     for rank, (place, parameters) in enumerate(found):
         assert place == (3, rank, 0)
         assert all(map(torch.allclose, parameters, alone.parameters()))

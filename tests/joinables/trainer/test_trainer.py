@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import fcntl
 import gc
+import importlib
 import math
 import multiprocessing
 import os
@@ -43,6 +44,7 @@ from tests.selection import ALL
 @pytest.fixture(autouse=True)
 def nothing_left(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """No process and no temporary file stays behind."""
+    importlib.import_module("torch._dynamo")  # as optimizers do, where it makes a folder for temporary files
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
     others = set(multiprocessing.active_children())
     yield

@@ -12,7 +12,9 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-for name in ("pytest", "torch.distributed.fsdp", "joinables.trainer", "joinables.zero", "tests.versions"):
+# DDP and optimizers import the compiler when they are first used.
+OURS = "joinables.trainer", "joinables.zero", "tests.versions"
+for name in ("pytest", "torch.distributed.fsdp", "torch._dynamo", *OURS):
     import_module(name)
 with suppress(ImportError):  # where the framework is not installed
     import_module("joinables.integrations.lightning")

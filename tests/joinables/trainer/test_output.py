@@ -28,7 +28,8 @@ class Talks(Classifier):
 
     def on_train_start(self) -> None:
         rank = self.trainer.global_rank
-        print("a", rank, "a" * 3000, "\nb", rank)
+        print("a", rank, "a" * 3000)
+        print("b", rank)
         for part in ("c ", f"{rank}\n", "end"):
             sys.stderr.write(part)
         logging.getLogger("mine").warning("of all\nranks")
@@ -58,7 +59,7 @@ def test_each_line_has_its_rank(ending: Ending) -> None:
     stdout = end.text.removesuffix(end.stderr)
     for rank in range(3):
         of_caller = ["before"] * (rank == 0), ["after 1"] * (rank == 0)
-        assert parts(stdout, rank) == [*of_caller[0], f"a {rank} {'a' * 3000} ", f"b {rank}", *of_caller[1]]
+        assert parts(stdout, rank) == [*of_caller[0], f"a {rank} {'a' * 3000}", f"b {rank}", *of_caller[1]]
         lines = parts(end.stderr, rank)
         assert lines[0] == f"c {rank}" and "endof all" in lines and "ranks" in lines
         assert sum(f"UserWarning: of rank {rank}" in line for line in lines) == 1
@@ -79,7 +80,7 @@ def test_files(ending: Ending, tmp_path: Path) -> None:
     assert "Epoch 1: 100%" in end.stderr and "UserWarning" not in end.stderr
     files = {path.name: path.read_text() for path in (tmp_path / "new" / "logs").iterdir()}
     assert sorted(files) == [f"rank-{rank}-{name}.log" for rank in range(3) for name in ("stderr", "stdout")]
-    assert files["rank-2-stdout.log"] == f"a 2 {'a' * 3000} \nb 2\n"
+    assert files["rank-2-stdout.log"] == f"a 2 {'a' * 3000}\nb 2\n"
     assert files["rank-2-stderr.log"].startswith("c 2\nendof all\nranks\n")
     assert "Epoch" not in files["rank-0-stderr.log"]
 

@@ -62,7 +62,7 @@ def loader() -> DataLoader[Any]:
 
 
 def frees_memory(device: Any) -> bool:
-    """Whether all memory of the device is free soon; a thread of the run may still end."""
+    """Whether all memory of the device is free soon, after one collection of garbage or another."""
     deadline = time.monotonic() + 5
     while device.memory_allocated() and time.monotonic() < deadline:
         gc.collect()

@@ -86,11 +86,11 @@ class Unlisted(Silent):
         name, listed = type(optimizer).__name__, self._listed.values()
         covered = {id(parameter) for each in listed for parameter in parameters_of(each)}
         stepped = {id(each) for each in parameters_of(optimizer) if optimizer.state.get(each)} - covered
-        names = [name for name, each in self._target.named_parameters() if id(each) in stepped]
-        if names:
-            more = f" and {len(names) - 1} more" * (len(names) > 1)
+        own = [place for place, each in self._target.named_parameters() if id(each) in stepped]
+        if own:
+            parameters = own[0] + f" and {len(own) - 1} more" * (len(own) > 1)
             target = type(self._target).__name__
-            self._warn(f"{name} stepped the parameter {names[0]}{more} of {target}", "it is not listed", name)
+            self._warn(f"{name} stepped the parameter {parameters} of {target}", "it is not listed", name)
         if any(id(scaler) not in self._listed and scaler.is_enabled() for scaler in self._scalers):
             self._warn(f"A GradScaler stepped {name}", "it is not listed", "GradScaler")
         has_changed = self._rates.get(id(optimizer)) not in (None, _rates_of(optimizer))

@@ -32,7 +32,7 @@ from joinables.trainer.accelerator import accelerator_of, release
 from joinables.trainer.arguments import check_choice, check_kinds
 from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, checkpoint_io_of, load_checkpoint
 from joinables.trainer.data import order_seed
-from joinables.trainer.launch import RESULT, launcher_of, write
+from joinables.trainer.launch import RESULT, Environment, launcher_of, write
 from joinables.trainer.loggers import Logs, loggers_of
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
@@ -378,13 +378,13 @@ class Trainer(TrainerState):
         """Rank of this process; outside a run 0, or the rank that torchrun, SLURM or MPI have set."""
         if self._run is not None:
             return self._run.collective.rank
-        environment = launcher_of(self.world_size, self.strategy.environment) if self.strategy.is_distributed else None
+        environment = self._environment
         return 0 if environment is None else environment.place.rank
 
     @property
     def local_rank(self) -> int:
         """Rank of this process on its machine, in a run."""
-        environment = launcher_of(self.world_size, self.strategy.environment) if self.strategy.is_distributed else None
+        environment = self._environment
         return self.global_rank if environment is None else environment.place.local_rank
 
     @property
@@ -427,6 +427,11 @@ class Trainer(TrainerState):
         if state is not None:
             self.strategy.checkpoint_io.save(state, os.fspath(path))
         return state is not None
+
+    @property
+    def _environment(self) -> Environment | None:
+        """The launcher that has started the processes of this trainer, if one has."""
+        return launcher_of(self.world_size, self.strategy.environment) if self.strategy.is_distributed else None
 
     @property
     def _rescue(self) -> Rescue:

@@ -62,8 +62,8 @@ _LINK_LOCAL = "20"  # the scope of IPv6 addresses that another machine cannot us
 _HELLO = struct.Struct("<8sII32s")  # a constant, the rank that connects, the rank that it expects, and a nonce
 _CONSTANT = b"joinable"
 _BYTES = 32  # of a nonce, and of a proof
-_MOST_STRANGERS = 128  # connections of which neither end is proven
-_KEEPS = b"k"  # what a rank that listens says of a connection that it keeps
+_MOST_STRANGERS = 128  # connections that neither end has proven
+_KEEPS = b"k"  # the answer of a rank that listens, for a connection that it keeps
 _NO_PROOF = "another program answers"
 _BACKLOG = 1024
 _PAUSE = 0.05  # seconds, before a rank calls again a place that has closed a connection
@@ -74,9 +74,13 @@ class GaveUp(Exception):
 
 
 Row: TypeAlias = list[Any]
-"""Message of each rank to all ranks, before they connect: the version, which each version sends first; a text that is
-equal on ranks which reach each other by the loopback interface; the places on which the rank listens; a random part of
-the key of the group; and the reason why the rank cannot connect with others, or "".
+"""Message of each rank to all ranks, before they connect. It has five parts:
+
+- the version, which each version sends first
+- a text that is equal on ranks which reach each other by the loopback interface
+- the places where the rank listens
+- a random part of the key of the group
+- the reason why the rank cannot connect with others, or ""
 """
 Connections: TypeAlias = dict[int, socket.socket]
 """Connections by the distance from the rank that connects to the rank that listens."""
@@ -133,7 +137,7 @@ def addresses_within(seconds: float, host: str = "") -> list[str]:
 
 
 def own_addresses(host: str = "") -> list[str]:
-    """Return the addresses by which other ranks may reach this machine.
+    """Return the addresses where other ranks may reach this machine.
 
     These are the addresses of the interfaces in ``GLOO_SOCKET_IFNAME``, or of the interface on the route to the store,
     or of the host's name; and the loopback address, for ranks of the same machine.

@@ -100,7 +100,7 @@ def connect(collective: Collective, timeout: float, limit: float | None = None, 
 
     Args:
         collective: The ranks.
-        timeout: Seconds after which a sum fails.
+        timeout: Seconds before a sum fails.
         limit: Seconds for connecting, if they are less than ``Timeouts.connect``.
         host: The host that keeps the store of the ranks, if it is known.
     """
@@ -129,9 +129,9 @@ class Mesh:
 
     Args:
         collective: The ranks.
-        inward: The connections over which other ranks send, by distance.
-        outward: The connections over which this rank sends, by distance.
-        timeout: Seconds after which a sum fails.
+        inward: The connections to the ranks that send to this one, by distance.
+        outward: The connections to the ranks that this rank sends to, by distance.
+        timeout: Seconds before a sum fails.
     """
 
     def __init__(self, collective: Collective, inward: Connections, outward: Connections, timeout: float) -> None:

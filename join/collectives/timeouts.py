@@ -15,20 +15,20 @@ class Timeouts:
     Attributes:
         connect: The time in which all ranks of a group make all connections between them for messages. After that, the
             group does without messages.
-        look: The interval at which a waiting rank reads the messages of the others, and at which each rank checks
-            whether it is asked for its progress.
+        look: The interval between two reads of the others' messages by a waiting rank, and between two checks of each
+            rank whether it is asked for its progress.
         note: The longest time in which a failing rank tries to post a note with the reason.
-        cause: The longest time for which a rank with a broken collective searches for the rank that failed.
-        still: The time for which the other ranks have not moved, before a rank concludes that they wait for it in a
+        cause: The longest search of a rank with a broken collective for the rank that failed.
+        still: The time without a movement of the other ranks, before a rank concludes that they wait for it in a
             collective of the loop body.
-        end: The time for which a finished rank of the launcher waits for the others before it destroys its process
-            group.
-        first: The time for which the launcher waits, after a first failure, for the failure that caused it.
+        end: The longest wait of a finished rank of the launcher for the others before it destroys its process group.
+        first: The wait of the launcher, after a first failure, for the failure that caused it.
         term: The time that a worker of the launcher may take after SIGTERM.
-        silent: The time for which a rank may not answer, while nothing has broken, before it counts as gone.
-        beat: The interval at which a rank writes to the store that its process lives, if no shared memory shows that.
+        silent: The time without an answer of a rank, while nothing has broken, before it counts as gone.
+        beat: The interval between two writes of a rank to the store, which show that its process lives if there is no
+            shared memory to show that.
         explain: The time without a movement of any rank of a block, before a waiting rank logs the places of all ranks.
-        idle: The time without a block after which a group's thread ends, which the next block then starts again.
+        idle: The time without a block before a group's thread ends. The next block starts the thread again.
         abort: The time after the failure of a rank in which the others may find it themselves, before their operations
             on accelerators are aborted.
     """

@@ -41,7 +41,7 @@ from joinables._torch import reducer
 from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.adapter import Announcing
 from joinables.sample import Sample
-from joinables.state import group_values, parameters_of, without_params
+from joinables.state import STEPS_IN_LOOPS, group_values, parameters_of, without_params
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -85,6 +85,7 @@ class ZeroStep(Announcing):
     def attach(self, join: Join) -> None:
         super().attach(join)
         self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step in this block
+        self._steps_in_loops = 0  # with a gradient, in loops over join.iterate
         listed = [member.joinable.join_target for member in join.channel.roster.listed]
         self._is_scaled = any(isinstance(target, torch.amp.GradScaler) and target.is_enabled() for target in listed)
         local = cast("torch.optim.Optimizer", cast("Any", self._zero).optim)  # steps this rank's shard
@@ -103,6 +104,10 @@ class ZeroStep(Announcing):
         return group_values(self._zero.param_groups, on_cpu=True)
 
     @override
+    def equal_values(self) -> Mapping[str, Any]:
+        return {**group_values(self._zero.param_groups), STEPS_IN_LOOPS: self._steps_in_loops}
+
+    @override
     def exchange(self, source: int) -> Exchange:
         """Load the hyperparameters that schedulers have changed. The shards are up to date on all ranks."""
         own = without_params(self._zero.param_groups)
@@ -119,6 +124,9 @@ class ZeroStep(Announcing):
         channel = self._channel
         if channel.step.in_loop and (channel.scaling.is_due or not channel.step.ends_window):
             channel.scaling.refuse_step(self, channel.step)
+        if channel.step.in_loop:
+            groups = self._zero.param_groups
+            self._steps_in_loops += any(each.grad is not None for group in groups for each in group["params"])
         if not self._shadowing and not has_closure:
             self._announce()
 

@@ -123,7 +123,8 @@ def run_ranks(
         if not (failed or running):
             return [pickle.loads(result.read_bytes()) for result in results]
         texts = [_text(rank, ranks[rank].exitcode if failed else None, Path(name)) for rank in failed or running]
-    cause = texts[0].splitlines()[-1].removeprefix("-- ")
+        raised = Path(name, f"raised-{(failed or running)[0]}")
+        cause = raised.read_text() if raised.exists() else texts[0].splitlines()[-1].removeprefix("-- ")
     problem = f"{failed} failed: {cause}" if failed else f"{running} did not return in {limit:g} s"
     #: SIGKILL is sent when memory has run out. SIGABRT and SIGSEGV come from native code. If a rank exited while it
     #: imported the main script, put the call of run_ranks under if __name__ == "__main__". In a notebook, pass
@@ -192,6 +193,8 @@ def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limi
     except BaseException as error:
         traceback.print_exc(file=trace)
         trace.flush()
+        first_line = described(error).partition("\n")[0]  # the last line of the traceback may be a note
+        Path(folder, f"raised-{rank}").write_text(first_line, errors="replace")
         if isinstance(error, (PeerError, JoinTimeoutError)) or is_broken(error):
             time.sleep(_AFTER_FAILURE)
         sys.exit(1)

@@ -19,9 +19,9 @@ These are the collectives of a loop::
     --------------                                   -----------------
     begin     header of the channel                  the same
               all-reduce: do all ranks pass the      the same
-              same arguments? (window="all": read
-              all batches, all-reduce (max) of
-              their number)
+              same arguments?
+    step 1    window="all": read all batches,        all-reduce
+              all-reduce (max) of their number
               read a round; roll call 0              roll call 0
               a rank has no batch: template          template
               (broadcast)
@@ -39,6 +39,8 @@ These are the collectives of a loop::
               broadcasts of tensors that each rank   the same
               has for itself
               synchronise_own of each joinable       the same
+
+``len`` of a loop begins it, and reads nothing.
 
 In the steady state no rank waits, because a roll call has the time of a whole round to complete. A round contains whole
 accumulation windows, so the total weight of a window is known before its first step.
@@ -359,8 +361,12 @@ class Loop(Lockstep, Iterable[T]):
                 self._guard.close_and_raise(error)
             self.channel.complete_followers()
             self.progress.has_left = True
-            if step.number and (rounds := self._rounds).begun == rounds.steps:
-                rounds.begin_round(f"left join.iterate in step {step.number}")
+            if not step.number:  # this rank has only asked for the length, but others may wait for its batches
+                self._begin_first_round()
+            rounds = self._rounds
+            if rounds.begun == rounds.steps:
+                if step.number:
+                    rounds.begin_round(f"left join.iterate in step {step.number}")
                 if not rounds.steps:  # this step was the last of all ranks, so the loop ends as without a break
                     self._end()
                     return

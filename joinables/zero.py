@@ -124,9 +124,6 @@ class ZeroStep(Announcing):
         channel = self._channel
         if channel.step.in_loop and (channel.scaling.is_due or not channel.step.ends_window):
             channel.scaling.refuse_step(self, channel.step)
-        if channel.step.in_loop:
-            groups = self._zero.param_groups
-            self._steps_in_loops += any(each.grad is not None for group in groups for each in group["params"])
         if not self._shadowing and not has_closure:
             self._announce()
 
@@ -136,6 +133,9 @@ class ZeroStep(Announcing):
         if not self.is_pending:
             self._announce()
         self.is_pending = False
+        if self._channel.step.in_loop:  # a rank that skipped a backward on a dummy may have received its result
+            groups = self._zero.param_groups
+            self._steps_in_loops += any(each.grad is not None for group in groups for each in group["params"])
         self._share_hyperparameters(active=True)
 
     def _announce(self) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import platform
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from joinables.testing import run_ranks
 
 _LIMIT_SECONDS = 280.0
 
@@ -28,43 +24,20 @@ def run_processes(
     With ``device="cuda"`` they form an NCCL group instead. A single GPU is shared by all ranks: NCCL then takes each
     rank for a host, and messages go over sockets. The device becomes the default one of the processes.
 
-    The ranks meet through a file, so no port is fixed. If a rank raises, or the limit expires, all ranks are killed.
-
     Raises:
-        TimeoutError: If the processes take more than ``limit`` seconds.
+        RankFailed: If a rank raises, or the processes take more than ``limit`` seconds.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise writes a line at each start and stop
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.spawn(_rank, args=(world_size, device, folder, fn, args), nprocs=world_size, join=False, daemon=True)
-        deadline = time.monotonic() + limit
-        try:
-            while not ranks.join(timeout=max(deadline - time.monotonic(), 0.1)):
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(f"{fn.__name__} on {world_size} processes took more than {limit:g} s")
-        finally:
-            for process in ranks.processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(world_size)]
+    backend = "nccl" if device == "cuda" else "gloo"
+    return run_ranks(_rank, world_size, device, fn, args, timeout=limit, backend=backend)
 
 
-def _result(folder: str, rank: int) -> Path:
-    return Path(folder, f"result-{rank}")
-
-
-def _rank(rank: int, world_size: int, device: str, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
+def _rank(rank: int, device: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     torch.set_default_device(device)
     if device == "cuda":
         os.environ["NCCL_HOSTID"] = f"rank-{rank}"
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    backend = "nccl" if device == "cuda" else "gloo"
-    store = dist.FileStore(str(Path(folder, "store")), world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    _result(folder, rank).write_bytes(pickle.dumps(fn(*args)))
-    dist.barrier()
-    dist.destroy_process_group()
+    return fn(*args)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -19,9 +19,9 @@ These are the collectives of a loop::
     --------------                                   -----------------
     begin     header of the channel                  the same
               all-reduce: do all ranks pass the      the same
-              same arguments? (window="all": read
-              all batches, all-reduce (max) of
-              their number)
+              same arguments?
+    step 1    window="all": read all batches,        all-reduce
+              all-reduce (max) of their number
               read a round; roll call 0              roll call 0
               a rank has no batch: template          template
               (broadcast)
@@ -39,6 +39,8 @@ These are the collectives of a loop::
               broadcasts of tensors that each rank   the same
               has for itself
               synchronise_own of each joinable       the same
+
+``len`` of a loop begins it, and reads nothing.
 
 In the steady state no rank waits, because a roll call has the time of a whole round to complete. A round contains whole
 accumulation windows, so the total weight of a window is known before its first step.
@@ -100,7 +102,7 @@ class Loop(Lockstep, Iterable[T]):
 
     on_begin: Callable[[Loop[Any]], None]
     """Called when the loop begins, before anything is sent; set by the ``Join`` of the loop."""
-    _rounds: Rounds  # set when the loop begins
+    _rounds: Rounds  # set when the first batches are read
 
     def __init__(self, channel: Channel, loader: Iterable[T], options: Options) -> None:
         mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
@@ -170,6 +172,8 @@ class Loop(Lockstep, Iterable[T]):
             raise JoinError(ONE_AT_A_TIME)
         else:
             return False
+        if not self.step.number:
+            self._begin_first_round()
         rounds = self._rounds
         if rounds.begun == rounds.steps:
             if self.step.number:
@@ -245,19 +249,23 @@ class Loop(Lockstep, Iterable[T]):
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin the loop and its first round, with all ranks."""
+        """Begin the loop with all ranks. This reads no batch, so a script may still set the epoch of a sampler."""
         self.on_begin(self)
         del self.on_begin  # which refers to the Join, which refers to this loop
         channel, options = self.channel, self._options
         self.begin()
         lengths = channel.check_same("join.iterate", options.to_compare(), length_of(self.ahead.loader))
-        window = self._read_all() if options.window == "all" else options.window
         if lengths is not None:
             self._length = lengths[0] if options.until == "first" or options.throw else lengths[1]
             if options.fill_window:
+                window = max(lengths[1], 1) if options.window == "all" else options.window
                 self._length = -(-self._length // window) * window
-        rounds = self._rounds = Rounds(self, options, window)
         channel.scaling.begin_loop(self._reason_to_scale())
+
+    def _begin_first_round(self) -> None:
+        options = self._options
+        window = self._read_all() if options.window == "all" else options.window
+        rounds = self._rounds = Rounds(self, options, window)
         self._call_next_round(0)
         rounds.begin_round("reached step 1 of join.iterate")
         if rounds.fewest == 0 < rounds.steps and not options.throw:
@@ -353,9 +361,12 @@ class Loop(Lockstep, Iterable[T]):
                 self._guard.close_and_raise(error)
             self.channel.complete_followers()
             self.progress.has_left = True
+            if not step.number:  # this rank has only asked for the length, but others may wait for its batches
+                self._begin_first_round()
             rounds = self._rounds
             if rounds.begun == rounds.steps:
-                rounds.begin_round(f"left join.iterate in step {step.number}")
+                if step.number:
+                    rounds.begin_round(f"left join.iterate in step {step.number}")
                 if not rounds.steps:  # this step was the last of all ranks, so the loop ends as without a break
                     self._end()
                     return
@@ -416,7 +427,7 @@ class Batches(Iterable[T]):
         return len(self.join_loop)
 
     def __getattr__(self, name: str) -> Any:
-        late = name in ("load_state_dict", "set_epoch") and self.join_loop.phase is not Phase.NEW
+        late = name in ("load_state_dict", "set_epoch") and self.join_loop.ahead.source is not None
         if late or name == "state_dict":
             raise AttributeError(
                 f"join.iterate(loader) has no {name}, because it reads batches ahead of the loop body. Save"

@@ -32,7 +32,8 @@ class ReadAhead:
     def __init__(self, loader: Iterable[Any], weigh: Callable[[Any], Any] | None) -> None:
         self.loader: Iterable[Any] = loader
         self._name = type(loader).__name__
-        self._source: Iterator[Any] | None = None  # until the first read: a script may set the epoch before
+        self.source: Iterator[Any] | None = None
+        """Iterator of the loader, from the first read on, since a script may set the epoch before."""
         self.ended = False
         """Whether the loader has no batches beyond those read."""
         self.held: deque[tuple[Any, float, Any]] = deque()
@@ -53,16 +54,16 @@ class ReadAhead:
 
     def close(self) -> None:
         """Release the loader, so that its workers can end, and keep the batches that were read."""
-        self.ended, self.loader, self._source = True, (), iter(())
+        self.ended, self.loader, self.source = True, (), iter(())
 
     def read(self, number: int) -> None:
         """Read batches until this rank holds ``number`` of them, or the loader has no more."""
         while len(self.held) < number and not self.ended:
             try:
-                if self._source is None:
-                    self._source = iter(self.loader)
+                if self.source is None:
+                    self.source = iter(self.loader)
                     self.state = self._copy_state() if self._has_state else None
-                batch = next(self._source, self)
+                batch = next(self.source, self)
                 state = self._copy_state() if self._has_state else None
                 if batch is self:  # the default of next(), so the loader has no more batches
                     self.ended, self._state_at_end = True, state

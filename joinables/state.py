@@ -40,6 +40,9 @@ from joinables._torch.objects import has_stepped, mark_stepped
 from joinables._torch.reducer import parameters_of_each_rank
 from joinables.adapter import Silent
 
+STEPS_IN_LOOPS = "number of steps made on gradients in loops over join.iterate"
+"""Name of a value that is equal on all ranks: a rank that has skipped a backward has stepped without gradients."""
+
 
 class OptimizerState(Silent):
     """Adapter that copies an optimizer's state in place, when the block ends, to the ranks that ran out of data early.
@@ -92,7 +95,7 @@ class OptimizerState(Silent):
     @override
     def equal_values(self) -> Mapping[str, Any]:
         values = group_values(self._optimizer.param_groups)
-        values["number of steps made on gradients in loops over join.iterate"] = self._steps_in_loops
+        values[STEPS_IN_LOOPS] = self._steps_in_loops
         counts: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the device, and the index of the parameter
         for index, state in self._states(parameters_of(self._optimizer)).items():
             count: Any = state.get("step") if hasattr(state, "get") else None

@@ -123,7 +123,7 @@ def run_ranks(
         if not (failed or running):
             return [pickle.loads(result.read_bytes()) for result in results]
         texts = [_text(rank, ranks[rank].exitcode if failed else None, Path(name)) for rank in failed or running]
-    cause = texts[0].splitlines()[-1].removeprefix("-- ")
+        cause = _cause((failed or running)[0], texts[0], Path(name))
     problem = f"{failed} failed: {cause}" if failed else f"{running} did not return in {limit:g} s"
     #: SIGKILL is sent when memory has run out. SIGABRT and SIGSEGV come from native code. If a rank exited while it
     #: imported the main script, put the call of run_ranks under if __name__ == "__main__". In a notebook, pass
@@ -176,6 +176,12 @@ def _text(rank: int, code: int | None, folder: Path) -> str:
     return f"\n\n-- rank {rank} {f'was killed by {name}' if code < 0 else f'exited with code {code}'}\n{text}".rstrip()
 
 
+def _cause(rank: int, text: str, folder: Path) -> str:
+    """Return the first line of the exception that a rank raised, or the way in which its process ended."""
+    raised = folder / f"raised-{rank}"
+    return raised.read_text() if raised.exists() else text.splitlines()[-1].removeprefix("-- ")
+
+
 def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limit: float) -> None:
     """Run the function as one rank."""
     os.setsid()  # so that the processes that it starts can be ended with it
@@ -192,6 +198,8 @@ def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limi
     except BaseException as error:
         traceback.print_exc(file=trace)
         trace.flush()
+        first_line = described(error).partition("\n")[0]  # the last line of the traceback may be a note
+        Path(folder, f"raised-{rank}").write_text(first_line, errors="replace")
         if isinstance(error, (PeerError, JoinTimeoutError)) or is_broken(error):
             time.sleep(_AFTER_FAILURE)
         sys.exit(1)

@@ -41,7 +41,7 @@ from joinables._torch import reducer
 from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.adapter import Announcing
 from joinables.sample import Sample
-from joinables.state import group_values, parameters_of, without_params
+from joinables.state import STEPS_IN_LOOPS, group_values, parameters_of, without_params
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -85,6 +85,7 @@ class ZeroStep(Announcing):
     def attach(self, join: Join) -> None:
         super().attach(join)
         self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step in this block
+        self._steps_in_loops = 0  # with a gradient, in loops over join.iterate
         listed = [member.joinable.join_target for member in join.channel.roster.listed]
         self._is_scaled = any(isinstance(target, torch.amp.GradScaler) and target.is_enabled() for target in listed)
         local = cast("torch.optim.Optimizer", cast("Any", self._zero).optim)  # steps this rank's shard
@@ -101,6 +102,10 @@ class ZeroStep(Announcing):
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
         return group_values(self._zero.param_groups, on_cpu=True)
+
+    @override
+    def equal_values(self) -> Mapping[str, Any]:
+        return {**group_values(self._zero.param_groups), STEPS_IN_LOOPS: self._steps_in_loops}
 
     @override
     def exchange(self, source: int) -> Exchange:
@@ -128,6 +133,9 @@ class ZeroStep(Announcing):
         if not self.is_pending:
             self._announce()
         self.is_pending = False
+        if self._channel.step.in_loop:  # a rank that skipped a backward on a dummy may have received its result
+            groups = self._zero.param_groups
+            self._steps_in_loops += any(each.grad is not None for group in groups for each in group["params"])
         self._share_hyperparameters(active=True)
 
     def _announce(self) -> None:

@@ -4,15 +4,13 @@
 gradients become the mean over the samples of all ranks.
 """
 
-import tempfile
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import mse_loss
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 BATCHES = (2, 5, 0)  # rank 2 has no data
 WINDOW = 2  # batches of each rank for one optimizer step
@@ -61,8 +59,7 @@ def train_in_one_process() -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+def compare(rank: int) -> None:
     for divide in (True, False):
         pairs = zip(train(rank, divide), train_in_one_process(), strict=True)
         difference = max((ours - expected).abs().max().item() for ours, expected in pairs)
@@ -70,10 +67,7 @@ def compare(rank: int, store: str) -> None:
             how = "divided" if divide else "summed"
             print(f"Gradients are {how}: parameters differ from those of one process by {difference:.0e}.")
         assert difference < 1e-6, "a loop that reduces by hand must end where one process ends"
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    run_ranks(compare, 3)

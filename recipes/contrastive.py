@@ -1,14 +1,12 @@
 """Recipe: a contrastive loss (CLIP, SimCLR) over the features of all ranks, if some ranks have no rows."""
 
-import tempfile
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 BATCHES = (2, 5, 0)  # rank 2 has no data
 SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
@@ -63,16 +61,12 @@ def train_in_one_process() -> torch.Tensor:
     return model.weight.detach()
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+def compare(rank: int) -> None:
     difference = (train(rank) - train_in_one_process()).abs().max().item()
     if rank == 0:
         print(f"Weights differ from those of one process by {difference:.0e}.")
     assert difference < 1e-6, "a contrastive loss on uneven ranks must be that of one process"
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    run_ranks(compare, 3)

@@ -3,14 +3,12 @@
 The engine steps after every `WINDOW` micro-batches. So *dummies*, empty batches, complete the last accumulation window.
 """
 
-import tempfile
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import mse_loss
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 BATCHES = 2, 5, 0  # rank 2 has no data
 WINDOW = 2  # the engine steps the optimizer after every second micro-batch
@@ -62,18 +60,14 @@ def train_in_one_process() -> Engine:
     return engine
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+def compare(rank: int) -> None:
     ours = train(rank)
     pairs = zip(ours.model.parameters(), train_in_one_process().model.parameters(), strict=True)
     difference = max((a - b).abs().max().item() for a, b in pairs)
     if rank == 0:
         print(f"After {ours.micro_batches} micro-batches, parameters differ from one process's by {difference:.0e}.")
-    dist.barrier()
-    dist.destroy_process_group()
     assert difference < 1e-6, "an engine that counts must end where one process ends"
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    run_ranks(compare, 3)

@@ -6,14 +6,12 @@ On a CPU, DeepSpeed compiles an extension when it is first used, with ninja and 
 import importlib.util
 import os
 import sys
-import tempfile
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import mse_loss
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 BATCHES = (2, 5, 0)  # rank 2 has no data, but it owns shards, too
 WINDOW = 2  # batches of each rank for one optimizer step
@@ -60,20 +58,16 @@ def train_in_one_process() -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def compare(rank: int, store: str) -> None:
+def compare(rank: int) -> None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "LOCAL_SIZE": "3"}
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
     pairs = zip(train(rank), train_in_one_process(), strict=True)
     difference = max((ours - expected).abs().max().item() for ours, expected in pairs)
     if rank == 0:
         print(f"Parameters differ from those of one process by {difference:.0e}.")
     assert difference < 1e-6, "DeepSpeed on uneven ranks must end where one process ends"
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if importlib.util.find_spec("deepspeed") is None:
         sys.exit("This recipe needs DeepSpeed: pip install 'joinables[deepspeed]'")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    run_ranks(compare, 3, timeout=600)  # the first run compiles a part of DeepSpeed

@@ -4,17 +4,14 @@ Under HSDP, each rank has batches of its own. Under tensor parallelism, each lay
 both ranks of the pair loop over the same batches.
 """
 
-import tempfile
-
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 BATCHES = {"HSDP": (2, 5, 0, 1), "tensor parallelism": (5, 0)}  # of each rank, or of each pair of ranks
 SAMPLES = torch.randn(4, 5, 8, 4, generator=torch.Generator().manual_seed(0))  # [owner, batch, sample, feature]
@@ -60,17 +57,13 @@ def train_in_one_process(how: str) -> torch.Tensor:
     return model(SAMPLES[0, 0])
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
+def compare(rank: int) -> None:
     for how in BATCHES:
         difference = (train(rank, how) - train_in_one_process(how)).abs().max().item()
         if rank == 0:
             print(f"{how}: predictions differ from those of one process by {difference:.0e}.")
         assert difference < 1e-6, f"{how} must end where one process ends"
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=4)
+    run_ranks(compare, 4)

@@ -6,18 +6,17 @@ that is out of data runs the loop body on empty batches, called *dummies*. The b
 trained.
 """
 
-import tempfile
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 WORLD_SIZE, BATCH_SIZE = 3, 16
 SHARDS = (70, 130, 0)  # samples of each rank; rank 2 has none
@@ -49,8 +48,7 @@ def sums_of(model: torch.nn.Module, loader: Iterable[list[torch.Tensor]]) -> tor
     return sums
 
 
-def evaluate(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+def evaluate(rank: int) -> None:
     model = make_model()
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     for layer in model[0].layers:
@@ -60,8 +58,6 @@ def evaluate(rank: int, store: str) -> None:
     with Join([], process_group=None) as join:  # pass the group of the model's mesh; None is the default group
         sums = sums_of(model, join.iterate(loader_of(rank)))
     dist.all_reduce(sums)  # after the block
-    dist.barrier()
-    dist.destroy_process_group()
 
     alone = sum(sums_of(make_model(), loader_of(each)) for each in range(WORLD_SIZE))
     difference = (sums - alone).abs().max()
@@ -75,5 +71,4 @@ def evaluate(rank: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(evaluate, args=(f"{folder}/store",), nprocs=WORLD_SIZE)
+    run_ranks(evaluate, WORLD_SIZE)

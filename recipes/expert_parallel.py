@@ -1,14 +1,12 @@
 """Recipe: expert parallelism: each rank has one expert, and all ranks send rows to it in the middle of the forward."""
 
-import tempfile
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.functional import mse_loss
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 BATCHES = (2, 5, 0)  # rank 2 has an expert and no data
 SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
@@ -62,17 +60,13 @@ def train_in_one_process() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+def compare(rank: int) -> None:
     expected = train_in_one_process()
     difference = max((value - expected[name]).abs().max().item() for name, value in train(rank).items())
     if rank == 0:
         print(f"Parameters differ from those of one process by {difference:.0e}.")
     assert difference < 1e-6, "experts on uneven ranks must end where one process ends"
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    run_ranks(compare, 3)

@@ -4,15 +4,13 @@ Each forward gathers parameters from all ranks. With `join.iterate`, all ranks r
 """
 
 import contextlib
-import tempfile
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.functional import mse_loss
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 BATCHES = (2, 5, 0)  # rank 2 has no data, but it owns shards, too
 WINDOW = 2  # batches of each rank for one optimizer step
@@ -57,17 +55,13 @@ def train_in_one_process() -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+def compare(rank: int) -> None:
     pairs = zip(train(rank), train_in_one_process(), strict=True)
     difference = max((ours - expected).abs().max().item() for ours, expected in pairs)
-    dist.barrier()
-    dist.destroy_process_group()
     if rank == 0:
         print(f"\nParameters differ from those of one process by {difference:.0e}.")
     assert difference < 1e-6, "FSDP1 on uneven ranks must end where one process ends"
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    run_ranks(compare, 3)

@@ -6,17 +6,15 @@ parameters from all ranks. `generate(synced_gpus=True)` continues until all rank
 prompts again.
 """
 
-import tempfile
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 WORLD_SIZE, WORDS, PADDING, END = 3, 24, 0, 1
 CONFIG = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=END, pad_token_id=PADDING)
@@ -40,8 +38,7 @@ def texts_of(model: LlamaForCausalLM, prompts: Iterable[torch.Tensor], join: Joi
     return [[word for word in text if word != PADDING] for text in texts]
 
 
-def generate(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+def generate(rank: int) -> None:
     model = make_model()
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     for layer in model.model.layers:
@@ -50,8 +47,6 @@ def generate(rank: int, store: str) -> None:
 
     with Join([], process_group=None) as join:  # pass the group of the model's mesh; None is the default group
         texts = texts_of(model, join.iterate(PROMPTS[rank], dummy="last"), join)
-    dist.barrier()
-    dist.destroy_process_group()
     expected = texts_of(make_model(), PROMPTS[rank])
     different = sum(ours != theirs for ours, theirs in zip(texts, expected, strict=True))
     if rank == 0:
@@ -61,5 +56,4 @@ def generate(rank: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(generate, args=(f"{folder}/store",), nprocs=WORLD_SIZE)
+    run_ranks(generate, WORLD_SIZE)

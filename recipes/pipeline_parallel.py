@@ -3,16 +3,14 @@
 The ranks of a replica loop over the same batches: the first stage needs the inputs, the last stage the targets.
 """
 
-import tempfile
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import mse_loss
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 BATCHES = (5, 0)  # of each replica
 WINDOW = 2  # batches of each replica for one optimizer step
@@ -60,17 +58,13 @@ def train_in_one_process() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
+def compare(rank: int) -> None:
     expected = train_in_one_process()
     difference = max((value - expected[name]).abs().max().item() for name, value in train(rank).items())
     if rank == 0:
         print(f"Parameters differ from those of one process by {difference:.0e}.")
     assert difference < 1e-6, "a pipeline on uneven replicas must end where one process ends"
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=4)
+    run_ranks(compare, 4)

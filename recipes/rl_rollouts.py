@@ -5,15 +5,13 @@ rank have won, or all have lost, the rank has no micro-batches. Each update is a
 `window="all"`. A micro-batch weighs its number of actions, so gradients are the mean over the actions of all ranks.
 """
 
-import tempfile
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 WORLD_SIZE, UPDATES, EPISODES, MICRO_BATCH, LENGTH = 3, 6, 6, 32, 7
 
@@ -46,8 +44,7 @@ def mean_loss(policy: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return -(log_probabilities * advantages).mean()
 
 
-def train(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+def train(rank: int) -> None:
     policy, alone, numbers = make_policy(), make_policy(), []
     model = DistributedDataParallel(policy)
     optimizer, optimizer_alone = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (policy, alone))
@@ -65,8 +62,6 @@ def train(rank: int, store: str) -> None:
         optimizer_alone.zero_grad()
         mean_loss(alone, torch.cat([batch for own in everything for batch in own])).backward()
         optimizer_alone.step()
-    dist.barrier()
-    dist.destroy_process_group()
     difference = max((a - b).abs().max() for a, b in zip(policy.parameters(), alone.parameters(), strict=True))
     if rank == 0:
         print(f"Micro-batches by update and rank: {numbers}. Off from one process by {difference:.0e}.")
@@ -75,5 +70,4 @@ def train(rank: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, args=(f"{folder}/store",), nprocs=WORLD_SIZE)
+    run_ranks(train, WORLD_SIZE)

@@ -1,14 +1,12 @@
 """Recipe: an optimizer that shards itself, such as Muon: each rank steps some matrices, and broadcasts them."""
 
-import tempfile
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 BATCHES = (2, 5, 0)  # rank 2 has no data, and steps its share of the matrices
 SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
@@ -61,17 +59,13 @@ def train_in_one_process() -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+def compare(rank: int) -> None:
     pairs = zip(train(rank), train_in_one_process(), strict=True)
     difference = max((ours - expected).abs().max().item() for ours, expected in pairs)
     if rank == 0:
         print(f"Parameters differ from those of one process by {difference:.0e}.")
     assert difference < 1e-5, "an optimizer that shards itself must end where one process ends"
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    run_ranks(compare, 3)

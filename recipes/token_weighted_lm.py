@@ -5,16 +5,14 @@ its tokens, and `join.scale` applies the weight to the loss: gradients are the m
 window. `join.ends_window` is true in the last step of a window, even of a short one, at the same step on all ranks.
 """
 
-import tempfile
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 WORLD_SIZE, WINDOW, WORDS, PADDING = 3, 3, 32, 0
 MICRO_BATCHES, LONGEST = (7, 4, 0), (8, 40, 5)  # by rank; rank 2 has no data
@@ -51,8 +49,7 @@ class Decoder(torch.nn.Module):
         self.optimizer.zero_grad()
 
 
-def train(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+def train(rank: int) -> None:
     mine, alone = Decoder(), Decoder()
     model = DistributedDataParallel(mine)
     with Join([model, mine.optimizer], divide_by_initial_world_size=False) as join:
@@ -61,8 +58,6 @@ def train(rank: int, store: str) -> None:
                 join.scale(model(texts)).backward()  # not divided by WINDOW
             if join.ends_window:
                 mine.step()
-    dist.barrier()
-    dist.destroy_process_group()
     for start in range(0, max(MICRO_BATCHES), WINDOW):  # the same in a single process
         window = [texts for each in range(WORLD_SIZE) for texts in data_of(each)[start : start + WINDOW]]
         (sum(alone(texts) * tokens(texts) for texts in window) / sum(map(tokens, window))).backward()
@@ -74,5 +69,4 @@ def train(rank: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, args=(f"{folder}/store",), nprocs=WORLD_SIZE)
+    run_ranks(train, WORLD_SIZE)

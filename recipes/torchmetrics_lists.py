@@ -4,12 +4,10 @@ The area under a curve, or a retrieval metric, needs all predictions. A `Join` b
 predictions when the block ends.
 """
 
-import tempfile
 import warnings
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MetricCollection
@@ -17,6 +15,7 @@ from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 from torchmetrics.retrieval import RetrievalMAP
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 WORLD_SIZE, BATCHES = 3, (3, 7, 0)  # rank 2 has no data
 GENERATOR = torch.Generator().manual_seed(0)
@@ -50,8 +49,7 @@ def batches_of(rank: int) -> list[Batch]:
     return list(zip(SAMPLES[rank], CLICKED[rank], QUERY[rank], strict=True))[: BATCHES[rank]]
 
 
-def train(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+def train(rank: int) -> None:
     mine, alone = Training(), Training()
     model = DistributedDataParallel(mine.net)
     with Join([model, mine.optimizer, mine.curves, mine.retrieval], divide_by_initial_world_size=False):
@@ -71,5 +69,4 @@ def train(rank: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, args=(f"{folder}/store",), nprocs=WORLD_SIZE)
+    run_ranks(train, WORLD_SIZE)

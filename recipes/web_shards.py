@@ -14,13 +14,12 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 WORLD_SIZE, WORKERS, BATCH_SIZE = 3, 2, 8
 SHARDS = (40, 13, 9, 25, 30)  # samples of each; samples of shard 2, the only shard of rank 2, have no label
@@ -48,7 +47,6 @@ class Shards(IterableDataset[tuple[torch.Tensor, int]]):
 
 
 def train(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=WORLD_SIZE)
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 6))
     model, alone = DistributedDataParallel(net), copy.deepcopy(net)
@@ -60,8 +58,6 @@ def train(rank: int, folder: Path) -> None:
             optimizer.zero_grad()
             join.scale(cross_entropy(model(x), y)).backward()
             optimizer.step()
-    dist.barrier()
-    dist.destroy_process_group()
     for batches in zip_longest(*loaders):  # in a single process, the i-th batches of all ranks are one batch
         x, y = map(torch.cat, zip(*filter(None, batches), strict=True))
         optimizer_alone.zero_grad()
@@ -76,4 +72,4 @@ def train(rank: int, folder: Path) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder))
-        mp.spawn(train, args=(Path(folder),), nprocs=WORLD_SIZE)
+        run_ranks(train, WORLD_SIZE, Path(folder), start_method="fork")  # the workers of loaders are then forks, too

@@ -34,11 +34,11 @@ def _end() -> None:
 
 
 @contextmanager
-def ends_once_explained() -> Generator[None]:
-    """Run a body that hangs."""
+def ends_once_explained(seconds: float = 1.0) -> Generator[None]:
+    """Run a body that hangs, which is explained after some seconds."""
     logging.getLogger("join").addHandler(_Handler())
     threading.Thread(target=_end, daemon=True).start()
-    with using(explain=1.0):
+    with using(explain=seconds):
         try:
             yield
         finally:  # also where another rank has ended first

@@ -5,7 +5,6 @@ A script and each process that it starts would import torch, which takes seconds
 
 from __future__ import annotations
 
-import functools
 import os
 import runpy
 import sys
@@ -35,8 +34,12 @@ class Forking(Launcher):
 
 def as_script(rank: int, folder: str, script: str, *arguments: str) -> None:
     """Run a file, a module or torchrun in a folder, as the interpreter would; what it spawns is forked."""
-    fork = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
-    torch.multiprocessing.spawn = fork  # type: ignore[assignment]
+    start: Any = torch.multiprocessing.start_processes
+
+    def fork(*args: Any, **options: Any) -> Any:
+        return start(*args, **options | {"start_method": "fork"})
+
+    torch.multiprocessing.spawn = torch.multiprocessing.start_processes = fork  # type: ignore[assignment]
     joinables.trainer.Launcher = strategy.Launcher = Forking
     torchrun.forks()
     sys.argv = [script, *arguments]

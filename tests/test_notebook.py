@@ -88,6 +88,26 @@ def test_the_notebook_shows_what_is_stored_in_it(short_path: Path) -> None:
         assert f" {row} " in report
 
 
+RANKS = """
+from joinables import Join, testing
+
+def steps(rank, counts):
+    with Join([], process_group=None) as join:
+        return sum(1 for _ in join.iterate(range(counts[rank])))
+
+testing.run_ranks(steps, 3, (2, 0, 4), start_method="fork")
+"""
+
+
+@needs_jupyter
+@at_night
+def test_forked_ranks_run_functions_of_a_notebook(short_path: Path) -> None:
+    cell = {"cell_type": "code", "id": "a", "metadata": {}, "source": RANKS, "outputs": [], "execution_count": None}
+    notebook = short_path / "ranks.ipynb"
+    notebook.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    assert shown(executed(notebook, short_path)) == ["[4, 4, 4]"]
+
+
 def shown(notebook: Any) -> list[str]:
     """What the cells show: text without what differs between machines, or that it is a picture."""
     found: list[str] = []

@@ -5,12 +5,9 @@ broadcasts the new parameters. So a rank that is out of batches must still step 
 that have data. Under torch's Join, it steps on old gradients. Under this library's Join, it steps on the current ones.
 """
 
-import tempfile
 import textwrap
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import mse_loss
@@ -18,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
 from joinables import Join, JoinError, ZeroStep
+from joinables.testing import run_ranks
 
 BATCHES = (2, 6, 0)  # rank 2 has no data, but it owns a shard, too
 DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
@@ -58,8 +56,7 @@ def train_in_one_process(max_norm: float) -> torch.Tensor:
     return parameters_to_vector(model.parameters())
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+def compare(rank: int) -> None:
     torchs, ours, clipped = train(rank, TorchJoin), train(rank, Join), train(rank, Join, 0.5, passes_clip=True)
     try:
         train(rank, Join, max_norm=0.5)
@@ -75,5 +72,4 @@ def compare(rank: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    run_ranks(compare, 3)

@@ -4,7 +4,6 @@ A rank that is out of data issues the collectives of the listed objects, but not
 for a log. With `join.iterate`, the rank runs the loop body on *dummies*: empty batches that do not count in gradients.
 """
 
-import tempfile
 from collections.abc import Callable, Iterable
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 BATCHES = (2, 6, 0)  # rank 2 has no data
 DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
@@ -44,8 +44,7 @@ class Training:
             log(len(x), loss.item())
 
 
-def train(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+def train(rank: int) -> None:
     mine = Training()
     model, state = DistributedDataParallel(mine.net), [mine.optimizer, mine.scheduler, mine.scaler, mine.ema]
     with Join([model, *state], divide_by_initial_world_size=False) as join:
@@ -61,8 +60,6 @@ def train(rank: int, store: str) -> None:
     with Join([model, *state]) as join:  # until="first": all ranks stop when one is out of data
         steps = sum(1 for _ in join.iterate(DATA[rank, : (4, 6, 2)[rank]], until="first"))
     dist.all_gather_object(ahead := [0, 0, 0], len(join.pending))  # batches that were read and not used
-    dist.barrier()
-    dist.destroy_process_group()
     alone = Training()  # in a single process, the i-th batches of all ranks are one batch
     joint = [torch.cat([DATA[r, i] for r in range(3) if i < BATCHES[r]]) for i in range(6)]
     alone.run(alone.net, joint, lambda samples, loss: None)
@@ -75,5 +72,4 @@ def train(rank: int, store: str) -> None:
 
 if __name__ == "__main__":
     print("The log of rank 0; NaN is the loss of a rank that is out of data:\n")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(train, args=(f"{folder}/store",), nprocs=3)
+    run_ranks(train, 3)

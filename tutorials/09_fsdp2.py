@@ -8,17 +8,14 @@ FSDP divides gradients by the number of all ranks. `join.scale(loss)` corrects t
 ranks that have a batch.
 """
 
-import tempfile
-
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 BATCHES = (2, 6, 0)  # rank 2 has no data, but it owns shards, too
 DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
@@ -61,17 +58,13 @@ def train_in_one_process() -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+def compare(rank: int) -> None:
     pairs = zip(train(rank), train_in_one_process(), strict=True)
     difference = max((ours - expected).abs().max().item() for ours, expected in pairs)
-    dist.barrier()
-    dist.destroy_process_group()
     if rank == 0:
         print(f"\nAfter one epoch, parameters differ from those of one process by {difference:.0e}.")
     assert difference < 1e-6, "FSDP2 on uneven ranks must end where one process ends"
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    run_ranks(compare, 3)

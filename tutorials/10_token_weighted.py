@@ -5,19 +5,17 @@ sentences counts many times as much as a character on a rank with long ones. If 
 characters, and pass each loss through `join.scale`, gradients are the mean over all characters of all ranks.
 """
 
-import tempfile
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 from torch.nn.utils.rnn import pad_sequence
 
 from joinables import Join
+from joinables.testing import run_ranks
 
 TEXT = sorted((Path(__file__).parent / "data" / "harbour.txt").read_text().splitlines(), key=len)
 ALPHABET = "\0" + "".join(sorted(set("".join(TEXT))))  # number 0 is padding
@@ -58,11 +56,8 @@ def train(rank: int, weighted: bool) -> torch.Tensor:
     return parameters_to_vector(model.parameters())
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+def compare(rank: int) -> None:
     weighted, unweighted = train(rank, weighted=True), train(rank, weighted=False)
-    dist.barrier()
-    dist.destroy_process_group()
     model = make_model()  # in a single process, the i-th batches of all ranks are one batch with one mean
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for present in ([batch for batch in step if batch is not None] for step in zip_longest(*BATCHES)):
@@ -75,5 +70,4 @@ def compare(rank: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    run_ranks(compare, 3)

@@ -353,7 +353,8 @@ def text_of_gone(ranks: list[int]) -> str:
     #: If memory has run out, the kernel's log says so. After that, restart all processes from a checkpoint.
     return (
         f"{gone}, without an exception that other ranks could read. Its process was killed, ended by os._exit, lost its"
-        " connection, or never entered the block. Look for the reason in its output and in the kernel's log. [J064]"
+        " connection, or never entered the block. Look for the reason in its output and in the kernel's log. If it"
+        " aborted, PYTHONFAULTHANDLER=1 adds its line to the output. [J064]"
     )
 
 

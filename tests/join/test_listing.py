@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,6 +75,29 @@ def sets_the_epoch(rank: int, how: str) -> list[Any]:
 def test_an_epoch_that_is_set_before_the_loop_counts(pool: Pool, how: str) -> None:
     """Scripts set it in the function of the loop, which receives the result of join.iterate."""
     assert pool.run(sets_the_epoch, how, ranks=2) == [[3, 2, 2, 2, 2]] * 2
+
+
+class Shard(list[int]):
+    """A loader with a sampler: its length does not depend on the epoch, and its samples do."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self[:] = [epoch] * len(self)
+
+
+def sets_the_epoch_after_len(rank: int, iterates: bool, **options: Any) -> Any:
+    shard = Shard([0] * (3, 0)[rank])
+    with Join([], process_group=None) as join:
+        batches: Any = join.iterate(shard, **options)
+        length = len(batches)
+        batches.set_epoch(7)
+        return length, [batch * (not join.shadowing) for batch in batches] if iterates else shard
+
+
+@pytest.mark.parametrize("options", [{}, {"window": "all"}, {"lookahead": 2}], ids=str)
+def test_len_reads_no_batch(pool: Pool, options: dict[str, Any]) -> None:
+    of_rank_0, of_rank_1 = pool.run(partial(sets_the_epoch_after_len, **options), True, ranks=2)
+    assert (of_rank_0, of_rank_1) == ((3, [7, 7, 7]), (3, [0, 0, 0]))
+    assert pool.run(partial(sets_the_epoch_after_len, **options), False, ranks=2) == [(3, [7, 7, 7]), (3, [])]
 
 
 def test_a_loop_has_the_attributes_of_its_loader(pool: Pool) -> None:

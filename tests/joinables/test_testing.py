@@ -59,6 +59,13 @@ def raises(rank: int) -> None:
                 raise ValueError("sample 7 is broken")
 
 
+def raises_on_a_dummy(rank: int) -> None:
+    with Join([], process_group=None) as join:
+        for _ in join.iterate([torch.ones(1)] * (rank != 1)):
+            if rank == 1:
+                raise ValueError("no rows\nat all")  # Join adds a note about dummies
+
+
 def dies(rank: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -73,7 +80,12 @@ def exits(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("fn", "told"),
-    [(raises, "ValueError: sample 7 is broken"), (dies, "rank 1 was killed by SIGKILL"), (exits, "SystemExit: 0")],
+    [
+        (raises, "ValueError: sample 7 is broken"),
+        (raises_on_a_dummy, "ValueError: no rows"),
+        (dies, "rank 1 was killed by SIGKILL"),
+        (exits, "SystemExit: 0"),
+    ],
 )
 def test_the_rank_that_failed_first_is_blamed(fn: Callable[[int], None], told: str) -> None:
     with pytest.raises(RankFailed, match=rf"^Ranks \[1\] failed: {told}\. Read") as caught:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError, PeerError
@@ -243,3 +245,43 @@ def test_hyperparameters_in_another_order(pool: Pool) -> None:
     alike, unlike = (pool.run(in_some_order, other, ranks=2) for other in (False, True))
     for state in unlike:
         assert_same(state, alike[0])
+
+
+def differently(rank: int, iterates: bool, how: str, sharded: bool = True) -> dict[str, torch.Tensor]:
+    """Rank 1 skips a backward under a comm hook that keeps state, or changes the learning rate alone."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net = build("mlp")
+    ddp, adam = DistributedDataParallel(net), torch.optim.Adam
+    hook = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    ddp.register_comm_hook(hook, powerSGD_hook)  # pyright: ignore[reportArgumentType]
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), adam, lr=0.01) if sharded else adam(net.parameters(), lr=0.01)
+    mine = [batch(rank, 0, step)[0] for step in range(COUNTS[rank])]
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+        for step, x in enumerate(join.iterate(mine) if iterates else mine):
+            optimizer.zero_grad()
+            loss = ddp(x).square().mean()
+            if rank == 1 and step == 2 and how == "skips both":
+                continue
+            if rank == 1 and step == 2 and how == "rate":
+                optimizer.param_groups[0]["lr"] = 0.5
+            if not (rank == 1 and step == 2 and how == "skips the backward"):
+                loss.backward()
+            optimizer.step()
+    return flat_state(net.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("skips the backward", "the number of steps made on gradients"), ("rate", r"the value \['lr'\]")]
+)
+def test_a_loop_that_ranks_run_differently(ending: Ending, how: str, told: str) -> None:
+    ends = ending.ends(differently, True, how)
+    assert all(re.search(rf"{told}.* of the step of Zero.*\[J441\]", end.error) for end in ends), [
+        end.text for end in ends
+    ]
+
+
+def test_a_batch_that_one_rank_skips_in_a_plain_block(pool: Pool) -> None:
+    expected = pool.run(differently, False, "skips both", False)[0]
+    for found in pool.run(differently, False, "skips both"):
+        assert_same(found, expected, TOLERANCE)

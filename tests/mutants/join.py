@@ -86,8 +86,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        '            if rounds.begun == rounds.steps:\n                rounds.begin_round(f"left',
-        '            if False:\n                rounds.begin_round(f"left',
+        "            if rounds.begun == rounds.steps:\n                if step.number:\n                    rounds",
+        "            if False:\n                if step.number:\n                    rounds",
         "tests/join/loop/test_loop.py::test_the_last_step_may_be_left_by_a_break",
     ),
     Mutant(

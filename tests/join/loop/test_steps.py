@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from join import EarlyTerminationError, Join, JoinError
 from join.collectives import ThreadCollective, run_threads
-from tests.join.counter import Counter, Leading
+from tests.join.counter import Counter, Leading, blames
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,21 @@ def test_a_loop_of_which_one_loader_has_no_length() -> None:
             list(loop)
 
     run_threads(2, run)
+
+
+@pytest.mark.parametrize("batches", [(2, 2), (2, 0)])
+def test_a_rank_that_only_asks_for_the_length(batches: tuple[int, int]) -> None:
+    def run(collective: ThreadCollective) -> str:
+        with pytest.raises(JoinError) as caught, Join([Counter(collective)]) as join:
+            loop = join.iterate([0] * batches[collective.rank])
+            assert len(loop) == 2
+            if collective.rank:
+                list(loop)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    own, other = run_threads(2, run)
+    assert re.match("ProtocolError: Rank 0 left the loop over join.iterate in step 0, but rank 1 continued it", own)
+    assert blames(other, 0, own)
 
 
 def test_early_termination_of_a_loop_until_the_first() -> None:

@@ -27,6 +27,15 @@ class Accelerated(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
 
+class Delegates:
+    """Like fairseq's: no optimizer itself, and without parameter groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str = "_optimizer") -> None:
+        setattr(self, name, optimizer)
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+        self.step = optimizer.step
+
+
 class Shares(torch.optim.Optimizer):
     """Like torch's ``PostLocalSGDOptimizer``: it shares the state of the optimizer inside, under any of these names."""
 
@@ -71,6 +80,9 @@ class Fabric(nn.Module):
         self._forward_module, self._original_module = forward_module, original
 
 
+NAMES = "optimizer", "optim", "base_optimizer", "_optimizer"
+
+
 def things() -> dict[str, tuple[Any, Any]]:
     """Wrapped ones, and what is inside."""
     model = nn.Linear(2, 2)
@@ -81,7 +93,7 @@ def things() -> dict[str, tuple[Any, Any]]:
     return {
         "optimizer": (wrapped, sgd),
         "twice": (Accelerated(wrapped), sgd),
-        **{name: (Shares(sgd, name), sgd) for name in ("optim", "base_optimizer", "_optimizer")},
+        **{f"{cls.__name__}.{name}": (cls(sgd, name), sgd) for cls in (Shares, Delegates) for name in NAMES},
         "scheduler": (AcceleratedScheduler(scheduler, wrapped), scheduler),
         "module": (Fabric(model, model), model),
         "compiled": (torch.compile(Fabric(compiled, model), backend="eager"), model),
@@ -103,6 +115,11 @@ def trained(rank: int, kind: str, iterates: bool) -> dict[str, torch.Tensor]:
     first, *rest = ddp.parameters()
     inner = [torch.optim.Adam(parameters, lr=0.1) for parameters in ([first], rest)]
     outer: Any = Several(*inner)
+    if "." in kind:
+        inner = [torch.optim.Adam(ddp.parameters(), lr=0.1)]
+        cls, _, name = kind.partition(".")
+        outer = {"Shares": Shares, "Delegates": Delegates}[cls](inner[0], name)
+        outer.step = inner[0].step
     if kind == "averages":
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
@@ -119,7 +136,9 @@ def trained(rank: int, kind: str, iterates: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("iterates", [False, True])
-@pytest.mark.parametrize("kind", ["averages", "several"])
+@pytest.mark.parametrize(
+    "kind", ["averages", "several", *[f"{cls}.{name}" for cls in ("Shares", "Delegates") for name in NAMES]]
+)
 def test_optimizers_without_the_constructor_of_their_base_class(pool: Pool, kind: str, iterates: bool) -> None:
     model = build("mlp")
     first, *rest = model.parameters()

@@ -279,13 +279,14 @@ def apply(
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    ranks, window = draw(st.sampled_from([1, 2, 2, 3, 3])), draw(st.integers(1, 3))
+    ranks, window = draw(st.sampled_from([1, 2, 2, 3, 3])), draw(st.sampled_from([1, 2, 3, 3]))
     encoder = draw(st.booleans()) and draw(st.booleans())
     if encoder:
         window = 1
     blocks: list[Block] = []
     for _ in range(draw(st.integers(1, 3))):
-        kind = draw(st.sampled_from([PLAIN, PLAIN, LOCKSTEP, LOCKSTEP, DISABLED]))
+        may_stay_open = window > 1 and (not blocks or blocks[-1].kind == PLAIN)  # a window, to the next block
+        kind = draw(st.sampled_from([*[PLAIN] * (6 if may_stay_open else 2), LOCKSTEP, LOCKSTEP, DISABLED]))
         counts = draw(st.lists(st.integers(0, 5), min_size=ranks, max_size=ranks))
         if kind == DISABLED:
             counts = [counts[0]] * ranks

@@ -947,4 +947,29 @@ MUTANTS = [
         "        if False:",
         "tests/joinables/test_state_at_end.py::test_a_counter_that_sets_the_learning_rate",
     ),
+    # -- the prediction of bursts --------------------------------------------------------------------------------------
+    Mutant(
+        "join/protocol/headers.py",
+        "if index != self.expected or not self._period:",
+        "if not self._period:",
+        "tests/join/protocol/test_headers.py::test_the_next_burst_is_that_of_the_period",
+    ),
+    Mutant(
+        "join/protocol/headers.py",
+        "            del past[: -2 * _LONGEST_PERIOD]",
+        "            past.clear()",
+        "tests/join/protocol/test_headers.py::test_the_next_burst_is_that_of_the_period",
+    ),
+    Mutant(
+        "join/protocol/headers.py",
+        "if roster.announcing[index].burst.interjects:",
+        "if False:",
+        "tests/join/protocol/test_headers.py::test_the_next_burst_is_that_of_the_period",
+    ),
+    Mutant(
+        "join/protocol/headers.py",
+        "        sent = self.roster.announcing[index].announced_in\n        return",
+        "        sent = self.last\n        return",
+        "tests/joinables/ddp/test_loops.py::test_program_equals_one_process[encoder and decoder-block-False]",
+    ),
 ]

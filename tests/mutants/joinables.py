@@ -551,8 +551,8 @@ MUTANTS = [
     # -- wrappers ------------------------------------------------------------------------------------------------------
     Mutant(
         "joinables/wrapped.py",
-        'if state is None or state is getattr(each, "state", None)',
-        "if True",
+        ' and (state is None or state is getattr(inner, "state", None))',
+        "",
         "tests/joinables/test_state_at_end.py::test_a_wrapper_with_state_of_its_own",
     ),
     Mutant(
@@ -603,5 +603,54 @@ MUTANTS = [
         "                self.restore()  # the attempt may have written before it raised\n",
         "",
         "tests/joinables/test_own_tensors.py::test_a_momentum_encoder",
+    ),
+    Mutant(
+        "joinables/wrapped.py",
+        'return hasattr(wrapper, "param_groups")',
+        "return True",
+        "tests/joinables/test_wrapped.py::test_what_is_inside",
+    ),
+    # -- records of dummies, windows, means ----------------------------------------------------------------------------
+    Mutant(
+        "joinables/dummy_forward.py",
+        "if step.is_dummy and (trains or not",
+        "if (trains or not",
+        "tests/joinables/test_own_tensors.py::test_own_tensors_are_copied_for_dummies_only",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "None if g is None or headers_depend else",
+        "None if g is None else",
+        "tests/joinables/ddp/test_window_over_blocks.py::test_a_window_that_a_rank_without_data_joins_later[norm-True]",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "keeps = unreduced or self._collective.rank == source",
+        "keeps = self._collective.rank == source",
+        "tests/joinables/ddp/test_window_over_blocks.py::test_equals_one_process",
+    ),
+    Mutant(
+        "joinables/over_ranks.py",
+        "        self._join, self._merged = join, None",
+        "        self._join = join",
+        "tests/join/loop/test_mean.py::test_mean_of_a_rank_without_data_in_a_later_block",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        " and scaler.is_enabled() for scaler",
+        " for scaler",
+        "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing[everything_listed]",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        "if own.intersection(map(id, parameters_of(each)))]",
+        "]",
+        "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing[in_two_blocks]",
+    ),
+    Mutant(
+        "joinables/testing.py",
+        "    order = sorted((step, rank) for",
+        "    order = list((step, rank) for",
+        "tests/joinables/test_testing.py::test_batches_are_distributed_in_the_order_of_steps",
     ),
 ]

@@ -233,4 +233,22 @@ MUTANTS = [
         "",
         "tests/joinables/trainer/test_launch.py::test_result_of_rank_0",
     ),
+    Mutant(
+        "joinables/trainer/rescue.py",
+        "if kind.load_state_dict is not torch.nn.Module.load_state_dict:",
+        "if True:",
+        "tests/joinables/trainer/test_rescue.py::test_a_module_that_a_hook_changes",
+    ),
+    Mutant(
+        "joinables/trainer/rescue.py",
+        "or (name in buffers and before.shape != value.shape):",
+        ":",
+        "tests/joinables/trainer/test_rescue.py::test_a_module_that_a_hook_changes",
+    ),
+    Mutant(
+        "joinables/trainer/rescue.py",
+        "path for path in paths if not path.exists()",
+        "path for path in paths",
+        "tests/joinables/trainer/test_rescue.py::test_a_second_failure_leaves_the_file_of_the_first",
+    ),
 ]

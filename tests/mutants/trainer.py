@@ -251,4 +251,10 @@ MUTANTS = [
         "path for path in paths",
         "tests/joinables/trainer/test_rescue.py::test_a_second_failure_leaves_the_file_of_the_first",
     ),
+    Mutant(
+        "joinables/trainer/launch.py",
+        "(_ABORTED if code == -signal.SIGABRT else _OWN, rank",
+        "(_OWN, rank",
+        "tests/joinables/trainer/test_launch.py::test_cause_before_its_consequences[abort]",
+    ),
 ]

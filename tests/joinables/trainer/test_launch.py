@@ -293,13 +293,15 @@ def several(first: str, second: str) -> None:
     }
     dist.barrier()  # or whoever ends breaks connections that others are still making
     if dist.get_rank() == 0:
+        if first == "abort":  # as NCCL does without the others
+            os.abort()
         raise errors[first]
     if dist.get_rank() == 2:
         time.sleep(0.5)
         raise errors[second]
 
 
-@pytest.mark.parametrize("first", ["peer", "line", "dist"])
+@pytest.mark.parametrize("first", ["peer", "line", "dist", "abort"])
 def test_cause_before_its_consequences(first: str) -> None:
     with using(end=0.2), pytest.raises(ValueError, match="own fault") as caught:
         local(3).launch(several, first, "own")

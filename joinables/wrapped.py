@@ -54,17 +54,18 @@ def _inner(obj: Any) -> Any:
         return inner if isinstance(inner, torch.nn.Module) else None
     if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
         return None
-    state = getattr(obj, "state", None)
     for inner in [getattr(obj, name, None) for name in ("optimizer", "optim", "base_optimizer", "_optimizer")]:
-        shares = isinstance(inner, torch.optim.Optimizer) and (state is None or state is getattr(inner, "state", None))
-        if shares and _has_no_more_state(obj, inner):
+        if isinstance(inner, torch.optim.Optimizer) and _shares_state(obj, inner):
             return inner
     inner = getattr(obj, "scheduler", None)
     return inner if isinstance(inner, torch.optim.lr_scheduler.LRScheduler) else None
 
 
-def _has_no_more_state(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
-    """Return whether the ``state_dict`` of a wrapper has no other entries than that of the optimizer."""
-    with suppress(Exception):  # some wrappers of optimizers have none, or one only after they are set up
+def _shares_state(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+    """Return whether a wrapper has the state of the optimizer inside, and no other."""
+    state = getattr(wrapper, "state", None)
+    if state is not None and state is not getattr(inner, "state", None):
+        return False
+    with suppress(Exception):  # some wrappers of optimizers have no state_dict, or one only after they are set up
         return wrapper.state_dict().keys() == inner.state_dict().keys()
     return hasattr(wrapper, "param_groups")

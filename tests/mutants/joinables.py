@@ -551,8 +551,8 @@ MUTANTS = [
     # -- wrappers ------------------------------------------------------------------------------------------------------
     Mutant(
         "joinables/wrapped.py",
-        ' and (state is None or state is getattr(inner, "state", None))',
-        "",
+        'if state is not None and state is not getattr(inner, "state", None):',
+        "if False:",
         "tests/joinables/test_state_at_end.py::test_a_wrapper_with_state_of_its_own",
     ),
     Mutant(

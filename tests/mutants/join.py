@@ -972,4 +972,28 @@ MUTANTS = [
         "        sent = self.last\n        return",
         "tests/joinables/ddp/test_loops.py::test_program_equals_one_process[encoder and decoder-block-False]",
     ),
+    Mutant(
+        "join/read_ahead.py",
+        "            except BaseException as error:",
+        "            except Exception as error:",
+        "tests/join/loop/test_state.py::test_an_error_of_a_loader_ends_the_block_even_if_its_rank_handles_it",
+    ),
+    Mutant(
+        "join/read_ahead.py",
+        "if self._state_at_end is not None and not self.held:",
+        "if self._state_at_end is not None:",
+        "tests/join/loop/test_read_ahead.py::test_batches_that_a_loop_until_the_first_leaves",
+    ),
+    Mutant(
+        "join/rounds.py",
+        "before.skipped + (not before.losses)",
+        "0",
+        "tests/join/test_scaling.py::test_losses_that_are_scaled_in_another_step_are_refused",
+    ),
+    Mutant(
+        "join/rounds.py",
+        "before.losses if before.losses > before.usual else before.usual",
+        "before.losses",
+        "tests/join/test_scaling.py::test_a_loop_with_two_losses_in_a_step_may_skip_a_step",
+    ),
 ]

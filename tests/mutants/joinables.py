@@ -653,4 +653,10 @@ MUTANTS = [
         "    order = list((step, rank) for",
         "tests/joinables/test_testing.py::test_batches_are_distributed_in_the_order_of_steps",
     ),
+    Mutant(
+        "joinables/ddp/parameters.py",
+        '        self._used = torch.zeros(len(self._absent), dtype=torch.int64, device="cpu")',
+        "        pass",
+        "tests/join/loop/test_training.py::test_what_only_dummies_used_has_no_gradient_although_a_batch_used_it_before",
+    ),
 ]

@@ -659,4 +659,10 @@ MUTANTS = [
         "        pass",
         "tests/join/loop/test_training.py::test_what_only_dummies_used_has_no_gradient_although_a_batch_used_it_before",
     ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "            if self._factors.factor:\n",
+        "            if True:\n",
+        "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number[True]",
+    ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -122,3 +123,58 @@ def outcome(rank: int, case: Case) -> str:
 def test_what_cannot_be_reduced_is_an_error(ending: Ending, kind: str, said: str, way: str, unused: bool) -> None:
     for text in ending.run(outcome, Case(kind, way, unused=unused)):
         assert re.search(said, text)
+
+
+def skips_the_last(rank: int, weighted: bool) -> list[torch.Tensor]:
+    """In the second step, rank 0 alone has a batch, and runs no backward."""
+    model = build(Case("skips", buffers=True))
+    ddp = DistributedDataParallel(model)
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for step in range(2 - rank):
+            join.weight = 3.0 if weighted else None
+            loss = ddp(batch(rank, 0, step)[0].double()).square().mean()
+            if step == 0:
+                join.scale(loss).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_backward_that_no_rank_runs_after_its_forward(pool: Pool, weighted: bool) -> None:
+    model = build(Case("skips", buffers=True))
+    for rank in range(2):
+        (model(batch(rank, 0, 0)[0].double()).square().mean() / 2).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    for found in pool.run(skips_the_last, weighted, ranks=3):
+        torch.testing.assert_close(found, expected)
+
+
+def two_forwards(rank: int, synchronises_first: bool, way: str) -> dict[str, torch.Tensor]:
+    """One of two forwards before a backward is under ``no_sync``."""
+    ddp = DistributedDataParallel(build(Case("two")))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+        data = [batch(rank, 0, step)[0].double() for step in range(COUNTS[rank])]
+        for x in join.iterate(data) if way == "iterate" else data:
+            optimizer.zero_grad()
+            losses = list[torch.Tensor]()
+            for synchronises in (synchronises_first, not synchronises_first):
+                with nullcontext() if synchronises else ddp.no_sync():
+                    losses.append(ddp(x + len(losses)).square().mean())
+            join.scale(losses[0] + losses[1]).backward()
+            optimizer.step()
+    return flat_state(ddp.module.state_dict())
+
+
+@pytest.mark.parametrize("way", ["plain", "iterate"])
+@pytest.mark.parametrize("synchronises_first", [True, False])
+def test_two_forwards_of_which_one_synchronises(pool: Pool, synchronises_first: bool, way: str) -> None:
+    model = build(Case("two"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(max(COUNTS)):
+        optimizer.zero_grad()
+        ranks = [rank for rank, count in enumerate(COUNTS) if step < count]
+        for x in [batch(rank, 0, step)[0].double() for rank in ranks]:
+            ((model(x).square().mean() + model(x + 1).square().mean()) / len(ranks)).backward()
+        optimizer.step()
+    for state in pool.run(two_forwards, synchronises_first, way):
+        assert_same(state, flat_state(model.state_dict()), 1e-9)

@@ -996,4 +996,40 @@ MUTANTS = [
         "before.losses",
         "tests/join/test_scaling.py::test_a_loop_with_two_losses_in_a_step_may_skip_a_step",
     ),
+    Mutant(
+        "join/failure/peers.py",
+        "news = block.news if block.news.notes else block.aborted_for or block.news",
+        "news = block.aborted_for or block.news",
+        "tests/join/failure/test_peers.py::test_the_best_cause_is_told",
+    ),
+    Mutant(
+        "join/failure/peers.py",
+        "(news.ended and block.is_lost)",
+        "news.ended",
+        "tests/join/failure/test_peers.py::test_a_rank_that_has_left_the_group_may_end",
+    ),
+    Mutant(
+        "join/failure/peers.py",
+        "min(now - self._asked_at, 4 * TIMEOUTS.look), now",
+        "now - self._asked_at, now",
+        "tests/join/failure/test_peers.py::test_a_rank_is_silent_while_this_one_asks",
+    ),
+    Mutant(
+        "join/failure/peers.py",
+        "if beat == last and not is_done else 0.0",
+        "if beat == last else 0.0",
+        "tests/join/failure/test_peers.py::test_a_rank_is_silent_while_this_one_asks",
+    ),
+    Mutant(
+        "join/failure/peers.py",
+        "is_timeout = all(",
+        "is_timeout = any(",
+        "tests/join/failure/test_peers.py::test_the_best_cause_is_told",
+    ),
+    Mutant(
+        "join/options.py",
+        "if isinstance(number, bool) or not isinstance(number, int):",
+        "if not isinstance(number, int):",
+        "tests/join/loop/test_loop.py::test_bad_arguments",
+    ),
 ]

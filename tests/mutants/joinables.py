@@ -665,4 +665,34 @@ MUTANTS = [
         "            if True:\n",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number[True]",
     ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "        window.is_earlier = False\n",
+        "        pass\n",
+        "tests/joinables/ddp/test_window_over_blocks.py::test_a_window_of_two_blocks_in_which_a_rank_runs_out",
+    ),
+    Mutant(
+        "joinables/ddp/mean.py",
+        "return self._world_size / total if total else 1.0",
+        "return self._world_size / total",
+        "tests/joinables/ddp/test_backwards.py::test_a_backward_that_no_rank_runs_after_its_forward[False]",
+    ),
+    Mutant(
+        "joinables/ddp/mean.py",
+        "return self._unit / mean_weight if mean_weight else 1.0",
+        "return self._unit / mean_weight",
+        "tests/joinables/ddp/test_backwards.py::test_a_backward_that_no_rank_runs_after_its_forward[True]",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "        self.reduces_next |= synchronises",
+        "        self.reduces_next = synchronises",
+        "tests/joinables/ddp/test_backwards.py::test_two_forwards_of_which_one_synchronises",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "            memory.window.with_dummies = window.with_dummies\n",
+        "            pass\n",
+        "tests/join/loop/test_training.py::test_parameters_that_no_batch_used_where_dummies_skip_the_backward",
+    ),
 ]

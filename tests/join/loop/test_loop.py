@@ -743,6 +743,8 @@ def test_a_disabled_loop_keeps_its_length_and_the_attributes_of_its_loader() -> 
         ({"dummy": "none"}, "dummy='none' is not a valid value. Pass 'empty', 'last', or a function"),
         ({"lookahead": 0}, "lookahead=0 is less than one step"),
         ({"lookahead": 1.5}, "lookahead=1.5 is not a whole number of steps"),
+        ({"lookahead": True}, "lookahead=True is not a whole number of steps"),
+        ({"window": True}, "window=True is not a whole number of steps"),
     ],
 )
 def test_bad_arguments(options: Any, text: str) -> None:

@@ -257,4 +257,10 @@ MUTANTS = [
         "(_OWN, rank",
         "tests/joinables/trainer/test_launch.py::test_cause_before_its_consequences[abort]",
     ),
+    Mutant(
+        "joinables/trainer/launch.py",
+        "        if cause is None:\n            raise",
+        "        raise",
+        "tests/joinables/trainer/test_launch.py::test_a_result_of_a_failure_that_cannot_be_sent",
+    ),
 ]

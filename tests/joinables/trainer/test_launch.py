@@ -41,6 +41,7 @@ from join.collectives.store import local_store
 from join.files import temporary_folder
 from joinables.trainer import launch as module
 from joinables.trainer.launch import (
+    RESULT,
     Launcher,
     LaunchError,
     NotPicklable,
@@ -511,6 +512,17 @@ def test_call_that_cannot_be_pickled(
     monkeypatch.delattr(module, "_run")  # no process is started
     with pytest.raises(NotPicklable, match=text):
         local(2, "spawn").launch(*call())
+
+
+def fails_after_training() -> None:
+    error = ValueError("own fault")
+    vars(error)[RESULT] = lambda: None
+    raise error
+
+
+def test_a_result_of_a_failure_that_cannot_be_sent() -> None:
+    with pytest.raises(ValueError, match="own fault"):
+        local(1).launch(fails_after_training)
 
 
 def test_forking_needs_no_pickling() -> None:

@@ -1032,4 +1032,16 @@ MUTANTS = [
         "if not isinstance(number, int):",
         "tests/join/loop/test_loop.py::test_bad_arguments",
     ),
+    Mutant(
+        "join/failure/peers.py",
+        "            if not reached:\n",
+        "            if False:\n",
+        "tests/join/failure/test_peers.py::test_a_store_that_is_gone_is_told_at_once",
+    ),
+    Mutant(
+        "join/rounds.py",
+        "        if self._lockstep.step.is_dummy:\n",
+        "        if True:\n",
+        "tests/join/report/test_report.py::test_a_rank_with_data_is_not_idle",
+    ),
 ]

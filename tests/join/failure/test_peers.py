@@ -10,6 +10,7 @@ import pytest
 from join import JoinTimeoutError, PeerError
 from join.collectives import run_threads
 from join.collectives.board import Note, Progress
+from join.collectives.broken import BrokenCollective
 from join.errors import JoinError
 from join.failure import peers
 from join.failure.peers import Peers
@@ -47,6 +48,14 @@ def test_the_best_cause_is_told(
 
 def test_a_rank_that_has_left_the_group_may_end() -> None:
     knowing(News(ended=[1])).look()
+
+
+def test_a_store_that_is_gone_is_told_at_once() -> None:
+    """No rank is blamed for it."""
+    asking = knowing(News())
+    asking.watch.refresh = lambda *_, **__: False
+    error = asking.cause_of(BrokenCollective("closed"))
+    assert isinstance(error, PeerError) and error.rank is None and "store" in str(error)
 
 
 def test_a_rank_is_silent_while_this_one_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, ProtocolError
 from join.registry import joinables_of
 from joinables.wrapped import holds_optimizers, unwrapped
 from tests.models import assert_same, batch, build, flat_state
@@ -209,3 +209,21 @@ def count_steps(rank: int) -> int:
 
 def test_a_wrapper_with_more_state_than_the_optimizer_inside(pool: Pool) -> None:
     assert pool.run(count_steps, ranks=2) == [3, 3]
+
+
+def enters_with_another_rate(rank: int, kind: str) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    first, *rest = ddp.parameters()
+    inner = [torch.optim.Adam(parameters, lr=0.1) for parameters in ([first], rest)]
+    outer: Any = Several(*inner) if kind == "Several" else Counting(inner[0])
+    outer.param_groups[0]["lr"] = 0.6 if rank == 2 else 0.1
+    with pytest.raises(ProtocolError) as caught, Join([ddp, outer]):
+        for step in range((2, 3, 0)[rank]):
+            ddp(batch(rank, 0, step)[0]).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["Several", "Counting"])
+def test_rates_of_a_wrapper_that_differ_on_entering_are_an_error(pool: Pool, kind: str) -> None:
+    for text in pool.run(enters_with_another_rate, kind, ranks=3):
+        assert f"['lr'] of parameter group 0 of {kind} is 0.1 on rank 0, 0.1 on rank 1, 0.6 on rank 2" in text

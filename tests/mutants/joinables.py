@@ -695,4 +695,10 @@ MUTANTS = [
         "            pass\n",
         "tests/join/loop/test_training.py::test_parameters_that_no_batch_used_where_dummies_skip_the_backward",
     ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "        if counts[CONTRIBUTES] > counts[ANNOUNCED] or reducer.hooks_remember",
+        "        if reducer.hooks_remember",
+        "tests/joinables/ddp/test_backwards.py::test_a_skipped_backward_beside_gradients_of_a_rank_that_ran_out",
+    ),
 ]

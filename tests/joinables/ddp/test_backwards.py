@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
+from join.collectives import collective_of
 from tests.ending import Ending
+from tests.join.counter import Counter
 from tests.models import assert_same, batch, flat_state
 from tests.pool import Pool
 
@@ -178,3 +180,26 @@ def test_two_forwards_of_which_one_synchronises(pool: Pool, synchronises_first: 
         optimizer.step()
     for state in pool.run(two_forwards, synchronises_first, way):
         assert_same(state, flat_state(model.state_dict()), 1e-9)
+
+
+def skips_where_another_rank_ran_out(rank: int) -> list[torch.Tensor]:
+    """Both ranks accumulate. Then rank 1 is out of data, and rank 0 goes on without the backward that would reduce."""
+    model = build(Case("skips", buffers=True))
+    ddp, counter = DistributedDataParallel(model), Counter(collective_of(None))
+    with Join([ddp, counter], divide_by_initial_world_size=False):
+        for step in range(2 - rank):
+            ddp.require_backward_grad_sync = step == 1
+            loss = ddp(batch(rank, 0, step)[0].double()).square().mean()
+            if step == 0:
+                loss.backward()
+            else:
+                counter()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_skipped_backward_beside_gradients_of_a_rank_that_ran_out(pool: Pool) -> None:
+    """No rank has run it, so it is no error, and the gradients of rank 0 stay as they were."""
+    model = build(Case("skips", buffers=True))
+    model(batch(0, 0, 0)[0].double()).square().mean().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(pool.run(skips_where_another_rank_ran_out, ranks=2)[0], expected)

@@ -1044,4 +1044,10 @@ MUTANTS = [
         "        if True:\n",
         "tests/join/report/test_report.py::test_a_rank_with_data_is_not_idle",
     ),
+    Mutant(
+        "join/protocol/headers.py",
+        "return self.leader if self.is_foreseen(self.roster.index[id(burst)]) else self.find_leader()",
+        "return self.leader",
+        "tests/joinables/test_zero.py::test_a_rank_that_leaves_before_a_step",
+    ),
 ]

@@ -701,4 +701,10 @@ MUTANTS = [
         "        if reducer.hooks_remember",
         "tests/joinables/ddp/test_backwards.py::test_a_skipped_backward_beside_gradients_of_a_rank_that_ran_out",
     ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        " or reducer.hooks_remember(self._ddp):",
+        ":",
+        "tests/joinables/ddp/test_backwards.py::test_a_backward_that_all_ranks_skip_under_a_hook_that_remembers",
+    ),
 ]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
@@ -203,3 +204,32 @@ def test_a_skipped_backward_beside_gradients_of_a_rank_that_ran_out(pool: Pool) 
     model(batch(0, 0, 0)[0].double()).square().mean().backward()
     expected = [parameter.grad for parameter in model.parameters()]
     torch.testing.assert_close(pool.run(skips_where_another_rank_ran_out, ranks=2)[0], expected)
+
+
+def skips_under_a_hook(rank: int) -> list[torch.Tensor]:
+    """All ranks skip the second backward, whose reduction is not 0, because the hook remembers the first."""
+    model = build(Case("skips", buffers=True))
+    ddp, counter = DistributedDataParallel(model), Counter(collective_of(None))
+    group: Any = ddp.process_group
+
+    def reduce(bucket: Any, remembered: float) -> Any:
+        bucket.buffer().add_(remembered)
+        return default_hooks.allreduce_hook(group, bucket)
+
+    ddp.register_comm_hook([1.0], lambda state, bucket: reduce(bucket, *state))
+    with Join([ddp, counter], divide_by_initial_world_size=False):
+        for step in range(2):
+            loss = ddp(batch(rank, 0, step)[0].double()).square().mean()
+            if step == 0:
+                loss.backward()
+            counter()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_backward_that_all_ranks_skip_under_a_hook_that_remembers(pool: Pool) -> None:
+    model = build(Case("skips", buffers=True))
+    for rank in range(2):
+        (model(batch(rank, 0, 0)[0].double()).square().mean() / 2).backward()
+    expected = [parameter.grad + 1 for parameter in model.parameters() if parameter.grad is not None]
+    for found in pool.run(skips_under_a_hook, ranks=2):
+        torch.testing.assert_close(found, expected)

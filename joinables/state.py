@@ -196,6 +196,10 @@ class State(Silent):
         self._stateful = stateful
 
     @override
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        return group_values(getattr(self._stateful, "param_groups", ()), on_cpu=True)  # of a wrapper of optimizers
+
+    @override
     def exchange(self, source: int) -> Exchange:
         state, why_not = None, ""
         try:

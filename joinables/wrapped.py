@@ -52,17 +52,20 @@ def _inner(obj: Any) -> Any:
     if isinstance(obj, torch.nn.Module):
         inner = compiled_from(obj) or dict(obj.named_children()).get("_forward_module")
         return inner if isinstance(inner, torch.nn.Module) else None
-    if hasattr(obj, "param_groups"):  # a scheduler has none
-        state = getattr(obj, "state", None)
-        held = [getattr(obj, name, None) for name in ("optimizer", "optim", "base_optimizer", "_optimizer")]
-        inner = [each for each in held if isinstance(each, torch.optim.Optimizer) and not _has_more_state(obj, each)]
-        return next((each for each in inner if state is None or state is getattr(each, "state", None)), None)
-    inner = None if isinstance(obj, torch.optim.lr_scheduler.LRScheduler) else getattr(obj, "scheduler", None)
+    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+        return None
+    for inner in [getattr(obj, name, None) for name in ("optimizer", "optim", "base_optimizer", "_optimizer")]:
+        if isinstance(inner, torch.optim.Optimizer) and _shares_state(obj, inner):
+            return inner
+    inner = getattr(obj, "scheduler", None)
     return inner if isinstance(inner, torch.optim.lr_scheduler.LRScheduler) else None
 
 
-def _has_more_state(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
-    """Return whether the ``state_dict`` of a wrapper, if it has one, has other entries than that of the optimizer."""
-    with suppress(Exception):  # some wrappers have a state only after they are set up
-        return wrapper.state_dict().keys() != inner.state_dict().keys()
-    return False
+def _shares_state(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+    """Return whether a wrapper has the state of the optimizer inside, and no other."""
+    state = getattr(wrapper, "state", None)
+    if state is not None and state is not getattr(inner, "state", None):
+        return False
+    with suppress(Exception):  # some wrappers of optimizers have no state_dict, or one only after they are set up
+        return wrapper.state_dict().keys() == inner.state_dict().keys()
+    return hasattr(wrapper, "param_groups")

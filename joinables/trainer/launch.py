@@ -634,7 +634,6 @@ def _work(rank: int, job: _Job) -> None:
         text = "".join(traceback.format_exception_only(error))
         try:
             pickled = pickle.dumps(error)
-            pickle.loads(pickled)
         except Exception:
             pickled = b""
         try:

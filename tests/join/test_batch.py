@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
 
+from join import Join
 from join.batch import copied, emptied, has_empty_tensor, map_tensors, samples_in, tensors_in
+from tests.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,47 @@ def test_a_copy_shares_nothing_with_the_batch(name: str, make: Callable[[Any], A
     for (tensor, value), now in zip(before, tensors_in(batch), strict=True):
         assert now is tensor
         assert torch.equal(now, value)
+
+
+class Reads(torch.nn.Module):
+    """Takes any of these batches as its argument, but no empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        x = tensors_in(batch)[0]
+        if not len(x):
+            raise ValueError("no samples")
+        return self.layer(x)
+
+
+def loop(rank: int, name: str, dummy: Any) -> list[bool]:
+    """Train on batches that the data set keeps, and take each dummy apart."""
+    batches = [BATCHES[name]() for _ in range((2, 0, 1)[rank])]
+    before = [frozen(batch) for batch in batches]
+    ddp = DistributedDataParallel(Reads())
+    for _ in range(2):
+        with Join([ddp], divide_by_initial_world_size=False) as join:
+            for batch in join.iterate(batches, dummy=dummy):
+                ddp(batch).sum().backward()
+                if join.shadowing:
+                    take_apart(batch)
+    return [frozen(batch) == each for batch, each in zip(batches, before, strict=True)]
+
+
+def frozen(batch: Any) -> Any:
+    """What can be seen of a batch: its tensors, how often they were written to, and the parts of containers."""
+    tensors = [(id(tensor), tensor._version, tensor.tolist()) for tensor in tensors_in(batch)]
+    return tensors, len(batch) if hasattr(batch, "__len__") else 0, [*getattr(batch, "__dict__", {})]
+
+
+@pytest.mark.parametrize("dummy", ["empty", "last"])
+@pytest.mark.parametrize("name", [name for name in BATCHES if name not in ("default", "packed")])
+def test_a_loop_leaves_batches_as_they_are(pool: Pool, name: str, dummy: str) -> None:
+    """Not the two that cannot be sent to a rank without data, which is an error."""
+    assert pool.run(loop, name, dummy, ranks=3) == [[True] * 2, [], [True]]
 
 
 def test_attributes_remain_items() -> None:

@@ -111,7 +111,9 @@ def reference(ranks: int) -> dict[str, torch.Tensor]:
         ("HSDP, factor", 1, False),
         ("HSDP, factor", None, True),
         ("scatter", 1, False),
+        ("HSDP, scatter", 2, False),  # the replicas average
         ("hook", 1, False),
+        ("HSDP, hook", 1, False),
         ("DDP", 1, False),
         ("FSDP1", None, False),
         ("FSDP1, torch's hook", None, False),
@@ -139,8 +141,11 @@ def refused(rank: int, how: str, enable: bool) -> str:
         ("scatter", "divided by Scatters, not"),
         ("hook of a part", "divided by <lambda>, not"),
         ("FSDP1, hook", "divided by <lambda>, not"),
+        ("HSDP, factor", "divided by 1.0, not by the 4 ranks"),
+        ("HSDP, scatter", "divided by Scatters, not"),
+        ("HSDP, hook", "divided by <lambda>, not"),
     ],
 )
 def test_another_divisor_is_refused(ending: Ending, how: str, divisor: str, enable: bool) -> None:
-    for text in ending.run(refused, how, enable):
+    for text in ending.run(refused, how, enable, ranks=4 if "HSDP" in how else 3):
         assert divisor in text and "[J535]" in text

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
@@ -49,21 +52,27 @@ class Writes(torch.nn.Module):
 
 
 def wrapped(how: str, module: Any) -> Any:
+    if how == "gate":
+        return DistributedDataParallel(LossGate(module), **OWN_BUFFERS)
     if how == "DDP":
         return DistributedDataParallel(module, **OWN_BUFFERS)
     if how == "FSDP1":
         return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
-    mesh = mesh_of(replicas=2 if how == "HSDP" else 1)
+    mesh = mesh_of(replicas=2 if how in ("HSDP", "tensor parallel") else 1)
+    if how == "tensor parallel":
+        parallelize_module(module, mesh["shard"], {"body": ColwiseParallel(output_layouts=Replicate())})
+        return fully_shard(module, mesh=mesh["replicate"])
     for part in module.children():
         fully_shard(part, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
+    return module if how == "parts" else fully_shard(module, mesh=mesh)
 
 
 def write(rank: int, how: str, dummy: Any) -> dict[str, torch.Tensor]:
     module = Writes()
     model = wrapped(how, module)
     module.rank.fill_(rank)
-    mine = [batch(rank, 0, step) for step in range(COUNTS[rank])]
+    source = (1, 1, 2, 2)[rank] if how == "tensor parallel" else rank  # pairs of ranks share a batch
+    mine = [batch(source, 0, step) for step in range(COUNTS[source])]
     with Join([model], divide_by_initial_world_size=False) as join:
         for x, y in join.iterate(mine, dummy=dummy):
             before = flat_state({name: each.clone() for name, each in module.named_buffers()})
@@ -74,7 +83,8 @@ def write(rank: int, how: str, dummy: Any) -> dict[str, torch.Tensor]:
     return dict(module.named_buffers())
 
 
-@pytest.mark.parametrize(("how", "dummy"), [*product(["DDP", "FSDP1", "FSDP2", "HSDP"], ["empty", "last"])])
+@pytest.mark.parametrize("dummy", ["empty", "last"])
+@pytest.mark.parametrize("how", ["DDP", "FSDP1", "FSDP2", "HSDP", "tensor parallel", "parts"])
 def test_buffers(pool: Pool, how: str, dummy: str) -> None:
     alone = Writes()
     for step in range(4):
@@ -120,16 +130,19 @@ def follow(rank: int, how: str, dummy: Any, idiom: str) -> dict[str, torch.Tenso
             for x, y in join.iterate([batch(rank, epoch, step) for step in range(COUNTS[rank])], dummy=dummy):
                 optimizer.zero_grad()
                 before = module.key.weight.clone()
-                join.scale((model(x) - y).square().mean()).backward()
-                assert how != "DDP" or torch.equal(module.key.weight, before) == join.shadowing
+                loss = ((module if how == "gate" else model)(x) - y).square().mean()
+                join.scale(model(loss) if how == "gate" else loss).backward()
+                assert how not in ("DDP", "gate") or torch.equal(module.key.weight, before) == join.shadowing
                 optimizer.step()
     return flat_state(whole(module.state_dict()))
 
 
 WAYS = [("DDP", dummy, idiom) for dummy in ("empty", "last") for idiom in ("in place", "data", "new data")]
 
+OTHERS = [("gate", "last", "in place"), *[(how, "empty", "in place") for how in ("FSDP2", "HSDP")]]
 
-@pytest.mark.parametrize(("how", "dummy", "idiom"), [*WAYS, *[(how, "empty", "in place") for how in ("FSDP2", "HSDP")]])
+
+@pytest.mark.parametrize(("how", "dummy", "idiom"), [*WAYS, *OTHERS])
 def test_a_momentum_encoder(pool: Pool, how: str, dummy: str, idiom: str) -> None:
     module = Momentum(idiom)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -214,3 +227,51 @@ def adapt(rank: int) -> torch.Tensor:
 def test_a_large_frozen_part_is_right_after_the_loop(pool: Pool) -> None:
     for weight in pool.run(adapt, ranks=4):
         torch.testing.assert_close(weight, Adapter().base.weight / 2**4)
+
+
+class Clones(TorchDispatchMode):
+    """Counts the bytes that are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.bytes += args[0].nbytes if func is torch.ops.aten.clone.default else 0  # pyright: ignore[reportUnknownMemberType]
+        return func(*args, **(kwargs or {}))
+
+
+class Large(torch.nn.Module):
+    """Buffers of 88 bytes, trained parameters of 368, and frozen ones of 80, or of 400, which is more."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.trained, self.norm = torch.nn.Linear(4, 10), torch.nn.BatchNorm1d(10)
+        self.head, self.frozen = torch.nn.Linear(10, 2), torch.nn.Linear(4, width).requires_grad_(False)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.trained(x))) + self.frozen(x).mean(1, keepdim=True)
+
+
+def copies(rank: int, how: str, width: int) -> list[int]:
+    model = wrapped(how, Large(width))
+    copied = list[int]()
+    with Join([model]) as join:
+        for x, y in join.iterate([batch(rank, 0, step) for step in range(rank % 3)]):
+            with Clones() as clones:
+                output = model(x)
+            copied.append(clones.bytes)
+            join.scale((output - y).square().mean()).backward()
+    return copied
+
+
+OF_DUMMIES = [("DDP", 4, 168), ("DDP", 20, 88), *[(how, 4, 88) for how in ("FSDP1", "FSDP2", "HSDP")]]
+
+
+@pytest.mark.parametrize(("how", "width", "of_dummy"), OF_DUMMIES)
+def test_own_tensors_are_copied_for_dummies_only(pool: Pool, how: str, width: int, of_dummy: int) -> None:
+    """Their buffers, and under DDP their frozen parameters, unless these are larger than the trained ones."""
+    for rank, copied in enumerate(pool.run(copies, how, width, ranks=4)):
+        assert copied == [0] * (rank % 3) + [of_dummy] * (2 - rank % 3)

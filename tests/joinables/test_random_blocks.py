@@ -45,7 +45,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Program:
-    """A training. ``freezes`` says when other parts are frozen: "", "steps", or "blocks"."""
+    """A training. ``freezes`` says when other parts are frozen: "", "forwards", of which a step has two, "steps", or
+    "blocks"."""
 
     blocks: tuple[Block, ...]
     window: int = 1
@@ -60,6 +61,10 @@ class Program:
     @property
     def ranks(self) -> int:
         return len(self.blocks[0].counts)
+
+    @property
+    def forwards(self) -> int:
+        return 1 + (self.freezes == "forwards")
 
 
 class Net(nn.Module):
@@ -108,9 +113,10 @@ def weight(rank: int, block: int, step: int) -> int:
     return 2 + (rank + block + 2 * step) % 4
 
 
-def freeze(net: Net, program: Program, block: int, step: int) -> None:
+def freeze(net: Net, program: Program, block: int, step: int, forward: int) -> None:
     """Freeze one part, or none."""
-    number = {"": -1, "steps": (block + step) % 4, "blocks": block % 4}[program.freezes]
+    numbers = {"": -1, "forwards": (block + step + forward) % 4, "steps": (block + step) % 4, "blocks": block % 4}
+    number = numbers[program.freezes]
     for index, part in enumerate(net.parts):
         part.requires_grad_(index != number)
 
@@ -174,11 +180,15 @@ def train(rank: int, program: Program) -> dict[str, torch.Tensor]:
                 scales = program.weighted or (block.kind == LOCKSTEP and program.window > 1)
                 if block.kind != LOCKSTEP:
                     join.weight = weight_in(program, block, number, rank, step) if program.weighted else None
-                freeze(net, program, number, step)
-                with nullcontext() if ends or ddp is net else ddp.no_sync():
-                    output = ddp(x, takes_empty=block.kind != LOCKSTEP or step % 2 == 0)
-                    loss = output.mean() if scales else output.mean() / program.window
-                    (join.scale(loss) if scales else loss).backward()
+                # In plain blocks, each backward that is scaled weighs as much as the batch.
+                losses = 1 if block.kind != LOCKSTEP and program.weighted else program.forwards
+                for forward in range(program.forwards):
+                    freeze(net, program, number, step, forward)
+                    synchronises = ends and forward + 1 == program.forwards
+                    with nullcontext() if synchronises or ddp is net else ddp.no_sync():
+                        output = ddp(x, takes_empty=block.kind != LOCKSTEP or step % 2 == 0)
+                        loss = output.mean() / losses if scales else output.mean() / losses / program.window
+                        (join.scale(loss) if scales else loss).backward()
                 if ends:
                     optimizer.step()
         if places_of_block and not places_of_block[-1][1] and not stays_open(program, number):
@@ -208,15 +218,17 @@ def reference(program: Program) -> dict[str, torch.Tensor]:
             if place == 0:
                 optimizer.zero_grad(set_to_none=program.to_none)
                 held = {}
-            freeze(net, program, number, step)
-            if net.encoder is not None:
-                follow(net)
-            for rank in range(program.ranks):
-                if block.counts[rank] > step:
-                    own = gradients(net, parameters, batch(rank, number, step))
-                    amount = float(weight_in(program, block, number, rank, step)) if program.weighted else 1.0
-                    before, sums = held.get(rank, (0.0, [None] * len(parameters)))
-                    held[rank] = before + amount, [plus(a, b, amount) for a, b in zip(sums, own, strict=True)]
+            for forward in range(program.forwards):
+                freeze(net, program, number, step, forward)
+                if net.encoder is not None:
+                    follow(net)
+                for rank in range(program.ranks):
+                    if block.counts[rank] > step:
+                        own = gradients(net, parameters, batch(rank, number, step))
+                        amount = float(weight_in(program, block, number, rank, step)) if program.weighted else 1.0
+                        amount /= program.forwards
+                        before, sums = held.get(rank, (0.0, [None] * len(parameters)))
+                        held[rank] = before + amount, [plus(a, b, amount) for a, b in zip(sums, own, strict=True)]
             if ends:  # a rank that shadows does not know whether its loop would have called zero_grad
                 held = {rank: own for rank, own in held.items() if block.counts[rank]}
                 apply(program, block, parameters, held, places(program)[number], step)
@@ -267,20 +279,21 @@ def apply(
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    ranks, window = draw(st.sampled_from([1, 2, 2, 3, 3])), draw(st.integers(1, 3))
+    ranks, window = draw(st.sampled_from([1, 2, 2, 3, 3])), draw(st.sampled_from([1, 2, 3, 3]))
     encoder = draw(st.booleans()) and draw(st.booleans())
     if encoder:
         window = 1
     blocks: list[Block] = []
     for _ in range(draw(st.integers(1, 3))):
-        kind = draw(st.sampled_from([PLAIN, PLAIN, LOCKSTEP, LOCKSTEP, DISABLED]))
+        may_stay_open = window > 1 and (not blocks or blocks[-1].kind == PLAIN)  # a window, to the next block
+        kind = draw(st.sampled_from([*[PLAIN] * (6 if may_stay_open else 2), LOCKSTEP, LOCKSTEP, DISABLED]))
         counts = draw(st.lists(st.integers(0, 5), min_size=ranks, max_size=ranks))
         if kind == DISABLED:
             counts = [counts[0]] * ranks
         if kind == PLAIN and window > 1:  # all end in the same place of a window, or have nothing
             counts = [max(counts) if draw(st.booleans()) else 0 for _ in counts]
         blocks.append(Block(kind, tuple(counts), draw(st.integers(1, 2)) if kind == LOCKSTEP else 1))
-    freezes = draw(st.sampled_from(["", "steps", "blocks"]))
+    freezes = draw(st.sampled_from(["", "forwards", "steps", "blocks"]))
     # DDP alone raises if zero_grad has dropped a window in which it found a parameter used.
     assume(not freezes or DISABLED not in [block.kind for block in blocks[1:]])
     # A rank that has no data in the next block drops its window, and gradients of parts that only it trained are 0.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join, JoinError
+from join import Join, JoinError, ProtocolError
 from tests.ending import Ending
 from tests.joinables.summer import Summer
 from tests.models import assert_same, batch, build, flat_state
@@ -119,6 +119,56 @@ def test_learning_rates_that_differ_on_entering_are_an_error(pool: Pool, zero: b
     texts = pool.run(enters_with_other_rates, zero, blocks, 0.5, ranks=3)
     assert len(set(texts)) == 1
     assert re.match(rf"ProtocolError: .* the value \['lr'\] of parameter group 0 of .* is {rates} on rank", texts[0])
+
+
+def regroup(optimizer: torch.optim.Optimizer, kind: str) -> None:
+    """Make the values of a rank's parameter groups unlike those of the others."""
+    first, second = optimizer.param_groups
+    if kind == "order":
+        optimizer.param_groups.reverse()
+    elif kind == "number":
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    elif kind == "lr":
+        second["lr"] = torch.tensor(0.5)
+    elif kind == "betas":
+        second["betas"] = 0.8, 0.9
+    else:
+        first[kind] = {"weight_decay": 0.5, "amsgrad": True, "name": "mine"}[kind]
+
+
+def enters_with_other_groups(rank: int, kind: str, way: str) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    weights, others = ([each for each in ddp.parameters() if each.dim() == dim] for dim in (2, 1))
+    groups: Any = [{"params": weights, "lr": torch.tensor(0.1)}, {"params": others, "lr": torch.tensor(0.2)}]
+    optimizer = torch.optim.Adam(groups, lr=0.1)
+    for group in optimizer.param_groups:
+        group["name"] = "ours"
+    if rank == 2:
+        regroup(optimizer, kind)
+    with pytest.raises(ProtocolError) as caught, Join([ddp, optimizer]) as join:
+        mine = [batch(rank, 0, step) for step in range((0, 2, 1)[rank])]
+        for x, _ in mine if way == "plain" else join.iterate(mine):
+            ddp(x).sum().backward()
+            optimizer.step()
+    return str(caught.value)
+
+
+GROUPS = {
+    "lr": r"\['lr'\] of parameter group 1 of Adam is 0.2\d* on rank 0, 0.2\d* on rank 1, 0.5",
+    "betas": r"\['betas'\]\[0\] of parameter group 1 of Adam is 0.9 on rank 0, 0.9 on rank 1, 0.8",
+    "weight_decay": r"\['weight_decay'\] of parameter group 0 of Adam is 0 on rank 0, 0 on rank 1, 0.5",
+    "amsgrad": r"\['amsgrad'\] of parameter group 0 of Adam is False on rank 0, False on rank 1, True",
+    "name": r"\['name'\] of parameter group 0 of Adam is 'ours' on rank 0, 'ours' on rank 1, 'mine'",
+    "order": r"\['lr'\] of parameter group 0 of Adam is 0.1\d* on rank 0, 0.1\d* on rank 1, 0.2",
+    "number": r"the number of parameter groups of Adam is 2 on rank 0, 2 on rank 1, 3",
+}
+
+
+@pytest.mark.parametrize("way", ["plain", "iterate"])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_parameter_groups_that_differ_on_entering_are_an_error(pool: Pool, kind: str, way: str) -> None:
+    for text in pool.run(enters_with_other_groups, kind, way, ranks=3):
+        assert re.search(GROUPS[kind] + r".*\[J441\]", text)
 
 
 @pytest.mark.parametrize("blocks", [1, 2])

@@ -778,24 +778,36 @@ def growing_alone(rank: int, way: str, counts: tuple[int, ...], lengths: tuple[t
 
 
 COUNTED = ((1, 4, 0), (3, 3, 3))
-BACKWARDS = {"one": [1], "two": [2], "none in every second step": [0, 1]}
+STEPS = ["one", "SAM", "lazy", "closure", "GradNorm", "accumulation", "GAN"]
 
 
-def iteration(optimizer: torch.optim.Optimizer, step: int, backwards: str, loss: Callable[[], torch.Tensor]) -> None:
+def iteration(kind: str, optimizer: Any, step: int, loss: Callable[[int], torch.Tensor]) -> None:
+    """Run one iteration of a loop, of which a backward or a step of the optimizer is no measure."""
     optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-    kinds = BACKWARDS[backwards]
-    for _ in range(kinds[step % len(kinds)]):
-        one_step(optimizer, loss)
+    for _ in range(1 - step % 2 if kind == "lazy" else 2 if kind == "SAM" else 1):
+
+        def compute() -> None:
+            optimizer.zero_grad()
+            if kind == "GradNorm":
+                torch.autograd.grad(loss(0), optimizer.param_groups[0]["params"][-1])
+            for module in {"accumulation": (0, 0), "GAN": (0, 1)}.get(kind, (0,)):
+                loss(module).backward()
+
+        if kind == "closure":
+            optimizer.step(compute)
+        else:
+            compute()
+            optimizer.step()
 
 
-def counting(rank: int, way: str, backwards: str) -> Any:
-    ddp = DistributedDataParallel(build("mlp"))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+def counting(rank: int, way: str, kind: str) -> Any:
+    modules = [DistributedDataParallel(build("mlp")) for _ in range(1 + (kind == "GAN"))]
+    optimizer = torch.optim.SGD([each for module in modules for each in module.parameters()], lr=0.1)
     steps = torch.tensor(0)
     for epoch, counts in enumerate(COUNTED):
-        with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+        with Join([*modules, optimizer], divide_by_initial_world_size=False) as join:
             for x, y in batches(join, way, rank, epoch, counts[rank]):
-                iteration(optimizer, int(steps), backwards, lambda x=x, y=y: loss_of(ddp, x, y))
+                iteration(kind, optimizer, int(steps), lambda number, x=x, y=y: loss_of(modules[number], x, y))
                 steps += 1
         if way == ITERATE:
             assert join.report.steps == max(counts)
@@ -803,25 +815,25 @@ def counting(rank: int, way: str, backwards: str) -> Any:
             with pytest.raises(JoinError, match="J442"):
                 _ = join.report.steps
             dist.all_reduce(steps, dist.ReduceOp.MAX)
-    return flat_state(ddp.module.state_dict())
+    return flat_state(*(module.module.state_dict() for module in modules))
 
 
 @pytest.mark.parametrize("way", [PLAIN, ITERATE])
-@pytest.mark.parametrize("backwards", BACKWARDS)
-def test_a_counter_that_sets_the_learning_rate(pool: Pool, way: str, backwards: str) -> None:
-    model = build("mlp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_counter_that_sets_the_learning_rate(pool: Pool, way: str, kind: str) -> None:
+    modules = [build("mlp") for _ in range(1 + (kind == "GAN"))]
+    optimizer = torch.optim.SGD([each for module in modules for each in module.parameters()], lr=0.1)
     steps = 0
     for epoch, counts in enumerate(COUNTED):
         for step in range(max(counts)):
             data = [batch(rank, epoch, step) for rank in range(RANKS) if counts[rank] > step]
             iteration(
-                optimizer, steps, backwards,
-                lambda data=data: sum(loss_of(model, x, y) for x, y in data) / len(data),  # type: ignore[arg-type,return-value]
+                kind, optimizer, steps,
+                lambda number, data=data: sum(loss_of(modules[number], x, y) for x, y in data) / len(data),  # type: ignore[arg-type,return-value]
             )  # fmt: skip
             steps += 1
-    for state in pool.run(counting, way, backwards, ranks=RANKS):
-        assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+    for state in pool.run(counting, way, kind, ranks=RANKS):
+        assert_same(state, flat_state(*(module.state_dict() for module in modules)), TOLERANCE)
 
 
 @torch.no_grad()

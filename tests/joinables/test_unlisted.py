@@ -110,13 +110,15 @@ def test_two_optimizers_of_one_module(pool: Pool) -> None:
 
 
 def everything_listed(rank: int) -> list[list[str]]:
-    scheduled, scaled, zero, wrapped = Scheduled(), Scaled(), Training("zero"), Training()
+    scheduled, scaled, zero, wrapped, unscaled = Scheduled(), Scaled(), Training("zero"), Training(), Scaled()
     wrapped.optimizer = Wrapper(wrapped.optimizer)
+    unscaled.scaler = torch.amp.GradScaler("cpu", enabled=False)
     return [
         scheduled.warnings_of(rank, [scheduled.optimizer, scheduled.scheduler]),
         scaled.warnings_of(rank, [scaled.optimizer, scaled.scaler]),
         zero.warnings_of(rank, [zero.optimizer]),
         wrapped.warnings_of(rank, [wrapped.optimizer.optim]),
+        unscaled.warnings_of(rank, [unscaled.optimizer]),
     ]
 
 
@@ -129,9 +131,9 @@ def nothing_to_list(rank: int) -> list[list[str]]:
 
 
 def in_two_blocks(rank: int) -> list[list[str]]:
-    other, training = Training(), Training()
-    with Join([other.ddp, training.optimizer]):
-        return [training.warnings_of(rank, [])]
+    other, training = Training(), Scaled()
+    with Join([other.ddp, training.optimizer]):  # nothing trains its module, whatever is in the other block
+        return [training.warnings_of(rank, [training.scaler])]
 
 
 @pytest.mark.parametrize("run", [everything_listed, nothing_to_list, in_two_blocks])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, ProtocolError
 from join.registry import joinables_of
 from joinables.wrapped import holds_optimizers, unwrapped
 from tests.models import assert_same, batch, build, flat_state
@@ -25,6 +25,15 @@ class Accelerated(torch.optim.Optimizer):
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
         return self.optimizer.param_groups
+
+
+class Delegates:
+    """Like fairseq's: no optimizer itself, and without parameter groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str = "_optimizer") -> None:
+        setattr(self, name, optimizer)
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+        self.step = optimizer.step
 
 
 class Shares(torch.optim.Optimizer):
@@ -71,6 +80,9 @@ class Fabric(nn.Module):
         self._forward_module, self._original_module = forward_module, original
 
 
+NAMES = "optimizer", "optim", "base_optimizer", "_optimizer"
+
+
 def things() -> dict[str, tuple[Any, Any]]:
     """Wrapped ones, and what is inside."""
     model = nn.Linear(2, 2)
@@ -81,7 +93,7 @@ def things() -> dict[str, tuple[Any, Any]]:
     return {
         "optimizer": (wrapped, sgd),
         "twice": (Accelerated(wrapped), sgd),
-        **{name: (Shares(sgd, name), sgd) for name in ("optim", "base_optimizer", "_optimizer")},
+        **{f"{cls.__name__}.{name}": (cls(sgd, name), sgd) for cls in (Shares, Delegates) for name in NAMES},
         "scheduler": (AcceleratedScheduler(scheduler, wrapped), scheduler),
         "module": (Fabric(model, model), model),
         "compiled": (torch.compile(Fabric(compiled, model), backend="eager"), model),
@@ -103,6 +115,11 @@ def trained(rank: int, kind: str, iterates: bool) -> dict[str, torch.Tensor]:
     first, *rest = ddp.parameters()
     inner = [torch.optim.Adam(parameters, lr=0.1) for parameters in ([first], rest)]
     outer: Any = Several(*inner)
+    if "." in kind:
+        inner = [torch.optim.Adam(ddp.parameters(), lr=0.1)]
+        cls, _, name = kind.partition(".")
+        outer = {"Shares": Shares, "Delegates": Delegates}[cls](inner[0], name)
+        outer.step = inner[0].step
     if kind == "averages":
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
@@ -119,7 +136,9 @@ def trained(rank: int, kind: str, iterates: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("iterates", [False, True])
-@pytest.mark.parametrize("kind", ["averages", "several"])
+@pytest.mark.parametrize(
+    "kind", ["averages", "several", *[f"{cls}.{name}" for cls in ("Shares", "Delegates") for name in NAMES]]
+)
 def test_optimizers_without_the_constructor_of_their_base_class(pool: Pool, kind: str, iterates: bool) -> None:
     model = build("mlp")
     first, *rest = model.parameters()
@@ -190,3 +209,21 @@ def count_steps(rank: int) -> int:
 
 def test_a_wrapper_with_more_state_than_the_optimizer_inside(pool: Pool) -> None:
     assert pool.run(count_steps, ranks=2) == [3, 3]
+
+
+def enters_with_another_rate(rank: int, kind: str) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    first, *rest = ddp.parameters()
+    inner = [torch.optim.Adam(parameters, lr=0.1) for parameters in ([first], rest)]
+    outer: Any = Several(*inner) if kind == "Several" else Counting(inner[0])
+    outer.param_groups[0]["lr"] = 0.6 if rank == 2 else 0.1
+    with pytest.raises(ProtocolError) as caught, Join([ddp, outer]):
+        for step in range((2, 3, 0)[rank]):
+            ddp(batch(rank, 0, step)[0]).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["Several", "Counting"])
+def test_rates_of_a_wrapper_that_differ_on_entering_are_an_error(pool: Pool, kind: str) -> None:
+    for text in pool.run(enters_with_another_rate, kind, ranks=3):
+        assert f"['lr'] of parameter group 0 of {kind} is 0.1 on rank 0, 0.1 on rank 1, 0.6 on rank 2" in text

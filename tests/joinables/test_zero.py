@@ -151,8 +151,8 @@ def decay_less(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     group["step"] = True
 
 
-def leave_before_the_step(rank: int, changes: bool) -> tuple[str, list[torch.Tensor]]:
-    """Rank 1 leaves the block between its fourth backward and the step, for which the others may change the rate."""
+def leave_before_the_step(rank: int, changes: bool, leaver: int = 1, at: int = 3) -> tuple[str, list[torch.Tensor]]:
+    """A rank leaves the block between a backward and the step, for which the others may change the rate."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     ddp = DistributedDataParallel(build("mlp"))
@@ -164,9 +164,9 @@ def leave_before_the_step(rank: int, changes: bool) -> tuple[str, list[torch.Ten
                 x, y = batch(rank, 0, step)
                 optimizer.zero_grad()
                 (ddp(x) - y).square().mean().backward()
-                if step == 3 and rank == 1:
+                if step == at and rank == leaver:
                     break
-                if step == 3 and changes:
+                if step == at and changes:
                     for group in optimizer.param_groups:
                         group["lr"] = 0.05
                 optimizer.step()
@@ -184,11 +184,21 @@ def test_a_rank_that_leaves_before_a_step_that_others_make_at_another_rate(pool:
 
 
 @pytest.mark.parametrize("over_group", [False, True])
-def test_a_rank_that_leaves_before_a_step(pool: Pool, over_group: bool) -> None:
-    (error, first), *others = pool.run(leave_before_the_step, False, over_group=over_group)
-    assert error == ""
-    for other, parameters in others:
-        assert other == "" and all(map(torch.equal, first, parameters))
+@pytest.mark.parametrize(("changes", "leaver", "at"), [(False, 1, 3), (True, 0, 0)])
+def test_a_rank_that_leaves_before_a_step(pool: Pool, changes: bool, leaver: int, at: int, over_group: bool) -> None:
+    """The first step is one that ranks do not expect, so rank 0 receives the rate of the new lowest rank in it."""
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 if changes else 0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        for rank in range(3):
+            if step <= at or rank != leaver:
+                x, y = batch(rank, 0, step)
+                ((model(x) - y).square().mean() / 3).backward()
+        optimizer.step()
+    for error, parameters in pool.run(leave_before_the_step, changes, leaver, at, over_group=over_group):
+        assert error == ""
+        torch.testing.assert_close(parameters, [parameter.detach() for parameter in model.parameters()])
 
 
 def with_a_scaler(rank: int, lists: bool, iterates: bool) -> str:

@@ -551,8 +551,8 @@ MUTANTS = [
     # -- wrappers ------------------------------------------------------------------------------------------------------
     Mutant(
         "joinables/wrapped.py",
-        'if state is None or state is getattr(each, "state", None)',
-        "if True",
+        'if state is not None and state is not getattr(inner, "state", None):',
+        "if False:",
         "tests/joinables/test_state_at_end.py::test_a_wrapper_with_state_of_its_own",
     ),
     Mutant(
@@ -603,5 +603,108 @@ MUTANTS = [
         "                self.restore()  # the attempt may have written before it raised\n",
         "",
         "tests/joinables/test_own_tensors.py::test_a_momentum_encoder",
+    ),
+    Mutant(
+        "joinables/wrapped.py",
+        'return hasattr(wrapper, "param_groups")',
+        "return True",
+        "tests/joinables/test_wrapped.py::test_what_is_inside",
+    ),
+    # -- records of dummies, windows, means ----------------------------------------------------------------------------
+    Mutant(
+        "joinables/dummy_forward.py",
+        "if step.is_dummy and (trains or not",
+        "if (trains or not",
+        "tests/joinables/test_own_tensors.py::test_own_tensors_are_copied_for_dummies_only",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "None if g is None or headers_depend else",
+        "None if g is None else",
+        "tests/joinables/ddp/test_window_over_blocks.py::test_a_window_that_a_rank_without_data_joins_later[norm-True]",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "keeps = unreduced or self._collective.rank == source",
+        "keeps = self._collective.rank == source",
+        "tests/joinables/ddp/test_window_over_blocks.py::test_equals_one_process",
+    ),
+    Mutant(
+        "joinables/over_ranks.py",
+        "        self._join, self._merged = join, None",
+        "        self._join = join",
+        "tests/join/loop/test_mean.py::test_mean_of_a_rank_without_data_in_a_later_block",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        " and scaler.is_enabled() for scaler",
+        " for scaler",
+        "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing[everything_listed]",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        "if own.intersection(map(id, parameters_of(each)))]",
+        "]",
+        "tests/joinables/test_unlisted.py::test_it_is_silent_where_nothing_is_missing[in_two_blocks]",
+    ),
+    Mutant(
+        "joinables/testing.py",
+        "    order = sorted((step, rank) for",
+        "    order = list((step, rank) for",
+        "tests/joinables/test_testing.py::test_batches_are_distributed_in_the_order_of_steps",
+    ),
+    Mutant(
+        "joinables/ddp/parameters.py",
+        '        self._used = torch.zeros(len(self._absent), dtype=torch.int64, device="cpu")',
+        "        pass",
+        "tests/join/loop/test_training.py::test_what_only_dummies_used_has_no_gradient_although_a_batch_used_it_before",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "            if self._factors.factor:\n",
+        "            if True:\n",
+        "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number[True]",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "        window.is_earlier = False\n",
+        "        pass\n",
+        "tests/joinables/ddp/test_window_over_blocks.py::test_a_window_of_two_blocks_in_which_a_rank_runs_out",
+    ),
+    Mutant(
+        "joinables/ddp/mean.py",
+        "return self._world_size / total if total else 1.0",
+        "return self._world_size / total",
+        "tests/joinables/ddp/test_backwards.py::test_a_backward_that_no_rank_runs_after_its_forward[False]",
+    ),
+    Mutant(
+        "joinables/ddp/mean.py",
+        "return self._unit / mean_weight if mean_weight else 1.0",
+        "return self._unit / mean_weight",
+        "tests/joinables/ddp/test_backwards.py::test_a_backward_that_no_rank_runs_after_its_forward[True]",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "        self.reduces_next |= synchronises",
+        "        self.reduces_next = synchronises",
+        "tests/joinables/ddp/test_backwards.py::test_two_forwards_of_which_one_synchronises",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "            memory.window.with_dummies = window.with_dummies\n",
+        "            pass\n",
+        "tests/join/loop/test_training.py::test_parameters_that_no_batch_used_where_dummies_skip_the_backward",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "        if counts[CONTRIBUTES] > counts[ANNOUNCED] or reducer.hooks_remember",
+        "        if reducer.hooks_remember",
+        "tests/joinables/ddp/test_backwards.py::test_a_skipped_backward_beside_gradients_of_a_rank_that_ran_out",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        " or reducer.hooks_remember(self._ddp):",
+        ":",
+        "tests/joinables/ddp/test_backwards.py::test_a_backward_that_all_ranks_skip_under_a_hook_that_remembers",
     ),
 ]

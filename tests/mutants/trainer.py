@@ -233,4 +233,34 @@ MUTANTS = [
         "",
         "tests/joinables/trainer/test_launch.py::test_result_of_rank_0",
     ),
+    Mutant(
+        "joinables/trainer/rescue.py",
+        "if kind.load_state_dict is not torch.nn.Module.load_state_dict:",
+        "if True:",
+        "tests/joinables/trainer/test_rescue.py::test_a_module_that_a_hook_changes",
+    ),
+    Mutant(
+        "joinables/trainer/rescue.py",
+        "or (name in buffers and before.shape != value.shape):",
+        ":",
+        "tests/joinables/trainer/test_rescue.py::test_a_module_that_a_hook_changes",
+    ),
+    Mutant(
+        "joinables/trainer/rescue.py",
+        "path for path in paths if not path.exists()",
+        "path for path in paths",
+        "tests/joinables/trainer/test_rescue.py::test_a_second_failure_leaves_the_file_of_the_first",
+    ),
+    Mutant(
+        "joinables/trainer/launch.py",
+        "(_ABORTED if code == -signal.SIGABRT else _OWN, rank",
+        "(_OWN, rank",
+        "tests/joinables/trainer/test_launch.py::test_cause_before_its_consequences[abort]",
+    ),
+    Mutant(
+        "joinables/trainer/launch.py",
+        "        if cause is None:\n            raise",
+        "        raise",
+        "tests/joinables/trainer/test_launch.py::test_a_result_of_a_failure_that_cannot_be_sent",
+    ),
 ]

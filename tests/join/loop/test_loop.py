@@ -743,6 +743,8 @@ def test_a_disabled_loop_keeps_its_length_and_the_attributes_of_its_loader() -> 
         ({"dummy": "none"}, "dummy='none' is not a valid value. Pass 'empty', 'last', or a function"),
         ({"lookahead": 0}, "lookahead=0 is less than one step"),
         ({"lookahead": 1.5}, "lookahead=1.5 is not a whole number of steps"),
+        ({"lookahead": True}, "lookahead=True is not a whole number of steps"),
+        ({"window": True}, "window=True is not a whole number of steps"),
     ],
 )
 def test_bad_arguments(options: Any, text: str) -> None:
@@ -873,6 +875,16 @@ def test_loops_that_are_made_before_the_first_begins() -> None:
 
     for rank, found in enumerate(run_threads(2, run)):
         assert found == ([False, True], [False, True], list(batches(rank, 3))[2:] if rank == 0 else [])
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_arguments_of_loops_that_are_made_before_the_first_begins(enable: bool) -> None:
+    def run(collective: ThreadCollective) -> list[Any]:
+        with Join([Leading(collective)], enable=enable) as join:
+            loops = join.iterate([1.0, 2.0, 3.0], weigh=float, window=2), join.iterate([5.0], weigh=lambda _: 7)
+            return [(join.weight, join.ends_window, join.is_last_step) for loop in loops for _ in loop]
+
+    assert run_threads(2, run) == [[(1.0, False, False), (2.0, True, False), (3.0, True, True), (7.0, True, True)]] * 2
 
 
 def test_a_loop_that_begins_after_its_block() -> None:

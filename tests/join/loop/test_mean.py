@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError, ProtocolError
 from join.collectives import collective_of
@@ -155,6 +156,22 @@ def test_mean_of_an_epoch(pool: Pool, over_iterate: bool) -> None:
         assert first == second == third == pytest.approx(sum(every) / len(every))
         mine = [value.item() for value in values_of(rank)] * 3
         assert own == pytest.approx((sum(mine) + 1000) / (len(mine) + 1))
+
+
+def mean_of_unlike_epochs(rank: int) -> float:
+    """Ranks have 1, 2, 3 in the first block, and only rank 2 has a value in the second."""
+    mean, ddp = Mean(), DistributedDataParallel(torch.nn.Linear(1, 1))
+    for values in ([1.0 + rank], [6.0] * (rank == 2)):
+        with Join([ddp, mean]):
+            for value in values:
+                ddp(torch.ones(1, 1)).sum().backward()
+                mean.update(value)
+    return mean.compute()
+
+
+def test_mean_of_a_rank_without_data_in_a_later_block(pool: Pool) -> None:
+    """Its own values count again, and not the mean over all ranks."""
+    assert pool.run(mean_of_unlike_epochs, ranks=3) == [3.0] * 3
 
 
 def test_mean_of_a_rank_alone() -> None:

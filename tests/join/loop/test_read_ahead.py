@@ -105,6 +105,19 @@ def test_the_end_of_an_epoch(pool: Pool) -> None:
     pool.run(epochs)
 
 
+@pytest.mark.parametrize("lookahead", [1, 4])
+def test_batches_that_a_loop_until_the_first_leaves(lookahead: int) -> None:
+    """A rank may have read all of its loader, and has not come to its end."""
+
+    def run(collective: ThreadCollective) -> Any:
+        with Join([Counter(collective)]) as join:
+            for _ in join.iterate(Positioned((7, 3, 2)[collective.rank]), "first", lookahead=lookahead):
+                pass
+        return join.loader_state()
+
+    assert run_threads(3, run) == [{"at": 2, "epoch": 0}] * 2 + [{"at": 0, "epoch": 1}]
+
+
 class Unwilling(list[Any]):
     def state_dict(self) -> Any:
         raise ValueError("not now")

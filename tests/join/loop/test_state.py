@@ -16,10 +16,10 @@ from join.collectives import ThreadCollective, run_threads
 from tests.join.counter import Leading, blames
 
 
-def loader(count: int, fails: bool) -> Iterator[int]:
+def loader(count: int, fails: bool, error: type[BaseException] = OSError) -> Iterator[int]:
     yield from range(count)
     if fails:
-        raise OSError("disk")
+        raise error("disk")
 
 
 def seen(join: Join) -> tuple[Any, ...]:
@@ -52,20 +52,21 @@ def test_after_a_loop_a_block_is_plain(way: str, enable: bool) -> None:
     assert run_threads(2, run) == [[1.0, PLAIN, 1.0, 1.0, PLAIN]] * 2
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("at", [0, 2])
-def test_an_error_of_a_loader_ends_the_block_even_if_its_rank_handles_it(at: int) -> None:
+def test_an_error_of_a_loader_ends_the_block_even_if_its_rank_handles_it(at: int, error: type[BaseException]) -> None:
     def run(collective: ThreadCollective) -> str:
         counter = Leading(collective)
         with pytest.raises(JoinError) as caught, Join([counter]) as join:
-            with suppress(OSError):
-                for _ in join.iterate(loader(at, True) if collective.rank == 1 else range(3)):
+            with suppress(error):
+                for _ in join.iterate(loader(at, True, error) if collective.rank == 1 else range(3)):
                     counter()
             counter()
         return f"{type(caught.value).__name__}: {caught.value}"
 
     zero, one, two = run_threads(3, run)
-    assert one.startswith("JoinError: The Join block has already ended (this rank raised OSError)")
-    assert blames(zero, 1, "OSError: disk") and blames(two, 1, "OSError: disk")
+    assert one.startswith(f"JoinError: The Join block has already ended (this rank raised {error.__name__})")
+    assert blames(zero, 1, f"{error.__name__}: disk") and blames(two, 1, f"{error.__name__}: disk")
 
 
 @pytest.mark.parametrize("timeout", [None, 5.0])

@@ -455,6 +455,38 @@ def test_what_only_dummies_used_has_no_gradient_after_a_backward_that_all_skip(p
     assert pool.run(used_by_dummies, ranks=2) == [True, True]
 
 
+def used_in_the_window_before(rank: int) -> list[bool]:
+    """Rank 1 alone uses a parameter, in the first step with a batch, and in the second with a dummy."""
+    net, absent = Branches(), list[bool]()
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for x in join.iterate([torch.ones(1)] * (2 - rank)):
+            ddp.zero_grad()
+            ddp(x, right=rank == 1).sum().backward()
+            absent.append(net.right.grad is None)
+    return absent
+
+
+def test_what_only_dummies_used_has_no_gradient_although_a_batch_used_it_before(pool: Pool) -> None:
+    assert pool.run(used_in_the_window_before, ranks=2) == [[False, True]] * 2
+
+
+def skipped_on_dummies(rank: int) -> list[Any]:
+    net = Branches()
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for x in join.iterate([torch.full((1,), 3.0)] * (2 * (1 - rank))):
+            ddp.zero_grad()
+            total = ddp(x, right=join.shadowing).sum()
+            if not join.shadowing:
+                total.backward()
+    return [None if each.grad is None else each.grad.item() for each in net.parameters()]
+
+
+def test_parameters_that_no_batch_used_where_dummies_skip_the_backward(pool: Pool) -> None:
+    assert pool.run(skipped_on_dummies, ranks=2) == [[3.0, None]] * 2
+
+
 def skipped_in_between(rank: int, kind: str) -> list[float]:
     """The gradient after a window of accumulation in which rank 0 has three batches, rank 1 one, and one is skipped."""
     net = nn.Linear(2, 1, bias=False)

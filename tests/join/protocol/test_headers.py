@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from join.protocol.headers import ACTIVE, FRESH, LEADER, STOPPING, HeaderCode
+from join.protocol.headers import ACTIVE, FRESH, LEADER, STOPPING, Foresight, HeaderCode
 
 
 @given(st.data())
@@ -40,3 +44,26 @@ def test_several_fields() -> None:
     header = code.unpack(sum(code.ones[place] for place in (ACTIVE, code.offsets[9], code.offsets[9] + 3)))
     assert header.announcements == {9: 1}
     assert list(header.counts[9][1:]) == [0, 0, 1]
+
+
+class Bursts:
+    """The part of a roster that a prediction reads: so many bursts, of which the last one interjects."""
+
+    first = None
+
+    def __init__(self, count: int) -> None:
+        self.announcing = [
+            SimpleNamespace(burst=SimpleNamespace(interjects=index == count)) for index in range(count + 1)
+        ]
+
+
+@pytest.mark.parametrize("often", [4, 200])  # after so many, the oldest bursts are forgotten
+def test_the_next_burst_is_that_of_the_period(often: int) -> None:
+    foresight = Foresight(cast("Any", Bursts(3)))
+    guessed = list[bool]()
+    for index in [*(0, 1) * often, *(0, 1, 2) * often, 3, 0, 1, 2]:
+        guessed.append(foresight.expected == index)
+        foresight.saw(index)
+    first, second = guessed[: 2 * often], guessed[2 * often :]
+    assert first == [False] * 3 + [True] * (len(first) - 3)
+    assert second == [True] * 2 + [False] * 2 + [True] * (3 * often - 4) + [False, True, True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import warnings
@@ -11,7 +12,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from join import Join, JoinReport
+from join import Join, JoinReport, rounds
 from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.report import RankReport
 from join.report.rank_report import BINS, EDGES
@@ -75,6 +76,14 @@ def test_loops_count_their_batches(announcing: bool) -> None:
         assert [row.shadowed for row in report.ranks] == [3, 0, 7]
         assert report.steps == 7
         assert [sum(row.step_times) for row in report.ranks] == (STEPS if announcing else [0] * 3)
+
+
+def test_a_rank_with_data_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait for a roll call takes 1,000 seconds."""
+    seconds = itertools.count(step=1000)
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    for report in run_threads(3, lambda collective: looping(collective, False)):
+        assert [row.idle >= 1000 for row in report.ranks] == [True, False, True]
 
 
 def test_batches_are_not_timed() -> None:

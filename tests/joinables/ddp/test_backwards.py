@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
+from join.collectives import collective_of
 from tests.ending import Ending
+from tests.join.counter import Counter
 from tests.models import assert_same, batch, flat_state
 from tests.pool import Pool
 
@@ -122,3 +126,110 @@ def outcome(rank: int, case: Case) -> str:
 def test_what_cannot_be_reduced_is_an_error(ending: Ending, kind: str, said: str, way: str, unused: bool) -> None:
     for text in ending.run(outcome, Case(kind, way, unused=unused)):
         assert re.search(said, text)
+
+
+def skips_the_last(rank: int, weighted: bool) -> list[torch.Tensor]:
+    """In the second step, rank 0 alone has a batch, and runs no backward."""
+    model = build(Case("skips", buffers=True))
+    ddp = DistributedDataParallel(model)
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for step in range(2 - rank):
+            join.weight = 3.0 if weighted else None
+            loss = ddp(batch(rank, 0, step)[0].double()).square().mean()
+            if step == 0:
+                join.scale(loss).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_backward_that_no_rank_runs_after_its_forward(pool: Pool, weighted: bool) -> None:
+    model = build(Case("skips", buffers=True))
+    for rank in range(2):
+        (model(batch(rank, 0, 0)[0].double()).square().mean() / 2).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    for found in pool.run(skips_the_last, weighted, ranks=3):
+        torch.testing.assert_close(found, expected)
+
+
+def two_forwards(rank: int, synchronises_first: bool, way: str) -> dict[str, torch.Tensor]:
+    """One of two forwards before a backward is under ``no_sync``."""
+    ddp = DistributedDataParallel(build(Case("two")))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+        data = [batch(rank, 0, step)[0].double() for step in range(COUNTS[rank])]
+        for x in join.iterate(data) if way == "iterate" else data:
+            optimizer.zero_grad()
+            losses = list[torch.Tensor]()
+            for synchronises in (synchronises_first, not synchronises_first):
+                with nullcontext() if synchronises else ddp.no_sync():
+                    losses.append(ddp(x + len(losses)).square().mean())
+            join.scale(losses[0] + losses[1]).backward()
+            optimizer.step()
+    return flat_state(ddp.module.state_dict())
+
+
+@pytest.mark.parametrize("way", ["plain", "iterate"])
+@pytest.mark.parametrize("synchronises_first", [True, False])
+def test_two_forwards_of_which_one_synchronises(pool: Pool, synchronises_first: bool, way: str) -> None:
+    model = build(Case("two"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(max(COUNTS)):
+        optimizer.zero_grad()
+        ranks = [rank for rank, count in enumerate(COUNTS) if step < count]
+        for x in [batch(rank, 0, step)[0].double() for rank in ranks]:
+            ((model(x).square().mean() + model(x + 1).square().mean()) / len(ranks)).backward()
+        optimizer.step()
+    for state in pool.run(two_forwards, synchronises_first, way):
+        assert_same(state, flat_state(model.state_dict()), 1e-9)
+
+
+def skips_where_another_rank_ran_out(rank: int) -> list[torch.Tensor]:
+    """Both ranks accumulate. Then rank 1 is out of data, and rank 0 goes on without the backward that would reduce."""
+    model = build(Case("skips", buffers=True))
+    ddp, counter = DistributedDataParallel(model), Counter(collective_of(None))
+    with Join([ddp, counter], divide_by_initial_world_size=False):
+        for step in range(2 - rank):
+            ddp.require_backward_grad_sync = step == 1
+            loss = ddp(batch(rank, 0, step)[0].double()).square().mean()
+            if step == 0:
+                loss.backward()
+            else:
+                counter()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_skipped_backward_beside_gradients_of_a_rank_that_ran_out(pool: Pool) -> None:
+    """No rank has run it, so it is no error, and the gradients of rank 0 stay as they were."""
+    model = build(Case("skips", buffers=True))
+    model(batch(0, 0, 0)[0].double()).square().mean().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(pool.run(skips_where_another_rank_ran_out, ranks=2)[0], expected)
+
+
+def skips_under_a_hook(rank: int) -> list[torch.Tensor]:
+    """All ranks skip the second backward, whose reduction is not 0, because the hook remembers the first."""
+    model = build(Case("skips", buffers=True))
+    ddp, counter = DistributedDataParallel(model), Counter(collective_of(None))
+    group: Any = ddp.process_group
+
+    def reduce(bucket: Any, remembered: float) -> Any:
+        bucket.buffer().add_(remembered)
+        return default_hooks.allreduce_hook(group, bucket)
+
+    ddp.register_comm_hook([1.0], lambda state, bucket: reduce(bucket, *state))
+    with Join([ddp, counter], divide_by_initial_world_size=False):
+        for step in range(2):
+            loss = ddp(batch(rank, 0, step)[0].double()).square().mean()
+            if step == 0:
+                loss.backward()
+            counter()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_backward_that_all_ranks_skip_under_a_hook_that_remembers(pool: Pool) -> None:
+    model = build(Case("skips", buffers=True))
+    for rank in range(2):
+        (model(batch(rank, 0, 0)[0].double()).square().mean() / 2).backward()
+    expected = [parameter.grad + 1 for parameter in model.parameters() if parameter.grad is not None]
+    for found in pool.run(skips_under_a_hook, ranks=2):
+        torch.testing.assert_close(found, expected)

@@ -261,7 +261,7 @@ def clamp_accumulated(parameter: torch.Tensor) -> None:
 
 
 def train_clamped(rank: int, where: str, way: str) -> dict[str, torch.Tensor]:
-    """Each rank's own gradients are clamped, in hooks of one of three kinds."""
+    """Each rank's own gradients are clamped, in hooks of one of four kinds."""
     ddp = DistributedDataParallel(build("mlp"))
     if where == "comm hook":
         ddp.register_comm_hook(None, lambda _, bucket: reduce_clamped(ddp.process_group, bucket))
@@ -275,7 +275,10 @@ def train_clamped(rank: int, where: str, way: str) -> dict[str, torch.Tensor]:
     with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
         for x, y in mine if way == "plain" else join.iterate(mine):
             optimizer.zero_grad()
-            ((ddp(x) - y) ** 2).mean().backward()
+            output = ddp(x)
+            if where == "activations":
+                output.register_hook(clamped)
+            ((output - y) ** 2).mean().backward()
             optimizer.step()
     return flat_state(ddp.module.state_dict())
 
@@ -286,14 +289,19 @@ def reduce_clamped(group: Any, bucket: Any) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("where", ["parameters", "accumulated gradients", "comm hook"])
+@pytest.mark.parametrize("where", ["parameters", "accumulated gradients", "comm hook", "activations"])
 def test_hooks_that_are_not_linear_get_gradients_that_are_not_scaled(pool: Pool, where: str, way: str) -> None:
     model = build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(5):
         batches = [batch(rank, 0, step) for rank in range(3) if step < (2, 5, 0)[rank]]
-        losses = [((model(x) - y) ** 2).mean() for x, y in batches]
-        of_ranks = [[clamped(part) for part in torch.autograd.grad(loss, list(model.parameters()))] for loss in losses]
+        outputs = [model(x) for x, _ in batches]
+        for output in outputs if where == "activations" else ():
+            output.register_hook(clamped)
+        losses = [((output - y) ** 2).mean() for output, (_, y) in zip(outputs, batches, strict=True)]
+        of_ranks = [list(torch.autograd.grad(loss, list(model.parameters()))) for loss in losses]
+        if where != "activations":
+            of_ranks = [[clamped(part) for part in parts] for parts in of_ranks]
         for parameter, *parts in zip(model.parameters(), *of_ranks, strict=True):
             parameter.grad = sum(parts, torch.zeros(())) / len(parts)
         optimizer.step()

@@ -261,6 +261,9 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "way", "weighted"), all_or_some(ROWS, Row._asdict))
+CHAIN = Row("encoder and decoder", "block", weighted=False)  # the only case with another header before the end
+
+
+@pytest.mark.parametrize(("name", "way", "weighted"), dict.fromkeys([*all_or_some(ROWS, Row._asdict), CHAIN]))
 def test_program_equals_one_process(pool: Pool, name: str, way: str, weighted: bool) -> None:
     check(pool, name, None if way == "block" else way, weighted=weighted)

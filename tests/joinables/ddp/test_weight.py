@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
@@ -45,20 +46,23 @@ def test_weight_0(pool: Pool, weights: Any) -> None:
     assert pool.run(outcome, weights) == ["fine"] * 3
 
 
-def has_nan(rank: int) -> float:
+def has_nan(rank: int, hooked: bool) -> float:
     """A rank whose batch counts for nothing, as an empty one does, of which the mean is NaN."""
     ddp = DistributedDataParallel(build("mlp"))
+    if hooked:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     with Join([ddp]) as join:
         join.weight = 0 if rank else 5
         join.scale(ddp(batch(0, 0, 0)[0]).mean() * (float("nan") if rank else 1.0)).backward()
     return sum(parameter.grad.abs().sum().item() for parameter in ddp.parameters())
 
 
-def test_weight_0_of_a_gradient_that_is_no_number(pool: Pool) -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_weight_0_of_a_gradient_that_is_no_number(pool: Pool, hooked: bool) -> None:
     model = build("mlp")
     model(batch(0, 0, 0)[0]).mean().backward()
     expected = sum(parameter.grad.abs().sum().item() for parameter in model.parameters())
-    assert pool.run(has_nan, ranks=2) == pytest.approx([expected] * 2, abs=1e-4)
+    assert pool.run(has_nan, hooked, ranks=2) == pytest.approx([expected] * 2, abs=1e-4)
 
 
 ON_SOME = "ValueError: join.weight is set on 1 ranks and not on 1. Set it on all ranks or on none. [J277]"

@@ -125,6 +125,50 @@ def test_a_window_that_a_rank_without_data_brings_is_dropped(pool: Pool) -> None
         assert_same(found, gradients(model), TOLERANCE)
 
 
+def joins_a_window(rank: int, net: str, over_all_ranks: bool) -> dict[str, torch.Tensor]:
+    """Rank 1 has no data in the first block, in which rank 0 accumulates, and both have some in the second."""
+    model = build(net)
+    ddp = DistributedDataParallel(model)
+    for block in range(2):
+        with Join([ddp], divide_by_initial_world_size=over_all_ranks):
+            for _ in range(block or 1 - rank):
+                ddp.require_backward_grad_sync = block == 1
+                loss_of(ddp, rank, block).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("over_all_ranks", [True, False])
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+def test_a_window_that_a_rank_without_data_joins_later(pool: Pool, net: str, over_all_ranks: bool) -> None:
+    """Headers of ranks with buffers go out where gradients are ``None``, so they must be ``None`` on both."""
+    model = build(net)
+    for rank, block in ((0, 0), (0, 1), (1, 1)):
+        (loss_of(model, rank, block) / 2).backward()
+    for found in pool.run(joins_a_window, net, over_all_ranks, ranks=2):
+        assert_same(found, gradients(model), TOLERANCE)
+
+
+def runs_out_in_a_window(rank: int, over_all_ranks: bool) -> dict[str, torch.Tensor]:
+    """Both ranks accumulate over two blocks. In the second, rank 1 has one backward, and only rank 0 synchronises."""
+    model = build("mlp")
+    ddp = DistributedDataParallel(model)
+    for block in range(2):
+        with Join([ddp], divide_by_initial_world_size=over_all_ranks):
+            for step in range(1 + (block == 1 and rank == 0)):
+                ddp.require_backward_grad_sync = step == 1
+                loss_of(ddp, rank, block + step).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("over_all_ranks", [True, False])
+def test_a_window_of_two_blocks_in_which_a_rank_runs_out(pool: Pool, over_all_ranks: bool) -> None:
+    model = build("mlp")
+    for rank, block in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
+        (loss_of(model, rank, block) / 2).backward()
+    for found in pool.run(runs_out_in_a_window, over_all_ranks, ranks=2):
+        assert_same(found, gradients(model), TOLERANCE)
+
+
 def brings_a_window(rank: int, cleared: str) -> str:
     """Accumulate in a plain block, and go on in a loop that does not know of it."""
     ddp = DistributedDataParallel(build("mlp"))

@@ -41,6 +41,7 @@ from join.collectives.store import local_store
 from join.files import temporary_folder
 from joinables.trainer import launch as module
 from joinables.trainer.launch import (
+    RESULT,
     Launcher,
     LaunchError,
     NotPicklable,
@@ -293,13 +294,15 @@ def several(first: str, second: str) -> None:
     }
     dist.barrier()  # or whoever ends breaks connections that others are still making
     if dist.get_rank() == 0:
+        if first == "abort":  # as NCCL does without the others
+            os.abort()
         raise errors[first]
     if dist.get_rank() == 2:
         time.sleep(0.5)
         raise errors[second]
 
 
-@pytest.mark.parametrize("first", ["peer", "line", "dist"])
+@pytest.mark.parametrize("first", ["peer", "line", "dist", "abort"])
 def test_cause_before_its_consequences(first: str) -> None:
     with using(end=0.2), pytest.raises(ValueError, match="own fault") as caught:
         local(3).launch(several, first, "own")
@@ -509,6 +512,17 @@ def test_call_that_cannot_be_pickled(
     monkeypatch.delattr(module, "_run")  # no process is started
     with pytest.raises(NotPicklable, match=text):
         local(2, "spawn").launch(*call())
+
+
+def fails_after_training() -> None:
+    error = ValueError("own fault")
+    vars(error)[RESULT] = lambda: None
+    raise error
+
+
+def test_a_result_of_a_failure_that_cannot_be_sent() -> None:
+    with pytest.raises(ValueError, match="own fault"):
+        local(1).launch(fails_after_training)
 
 
 def test_forking_needs_no_pickling() -> None:

@@ -18,7 +18,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
@@ -33,6 +33,8 @@ Values = Sequence[tuple[str, Mapping[str, Any]]]
 
 DIGEST_BITS = 56
 _LONGEST_LIST = 5  # differences in the text of an error
+NORM = "squared norm of some rows of the parameters"
+"""The name of a value of a module. The rounding of many steps depends on the processor, so its tolerance is large."""
 
 
 def check_same(
@@ -133,10 +135,10 @@ def raise_difference(collective: Collective, values: Values) -> None:
     if text:
         raise ProtocolError(
             f"Ranks hold different values, although the block keeps them equal: {text}. Step optimizers, schedulers and"
-            " scalers alike on all ranks, even if join.shadowing is true. Pass a scheduler a loss that is reduced over"
-            " all ranks. Build schedules from joinables.steps(loader), because len(loader) differs between ranks, and"
-            " continue counters that set learning rates with the largest of all ranks after each block. Load a"
-            " checkpoint, or broadcast a value, on all ranks. [J441]"
+            " scalers, and change gradients and parameters, alike on all ranks, even if join.shadowing is true. Pass a"
+            " scheduler a loss that is reduced over all ranks. Build schedules from joinables.steps(loader), because"
+            " len(loader) differs between ranks, and continue counters that set learning rates with the largest of all"
+            " ranks after each block. Load a checkpoint, or broadcast a value, on all ranks. [J441]"
         )
 
 
@@ -147,14 +149,16 @@ def differences(ranks: Mapping[int, Values]) -> str:
     for position, (name, values) in enumerate(ranks[first]):
         for key in values:
             by_rank = {rank: theirs[position][1].get(key, ...) for rank, theirs in ranks.items()}
-            if ... not in by_rank.values() and not all(_is_same(by_rank[first], value) for value in by_rank.values()):
+            same = partial(_is_same, by_rank[first], tolerance=1e-3 if key == NORM else 1e-6)
+            if ... not in by_rank.values() and not all(map(same, by_rank.values())):
                 words = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(by_rank.items()))
                 texts.append(f"the {key} of {name} is {words}")
+    texts.sort(key=lambda text: text.startswith(f"the {NORM}"))  # other differences cause this one
     more = [f"and {len(texts) - _LONGEST_LIST} more"] if len(texts) > _LONGEST_LIST else []
     return "; ".join(texts[:_LONGEST_LIST] + more)
 
 
-def _is_same(first: Any, second: Any) -> bool:
+def _is_same(first: Any, second: Any, tolerance: float) -> bool:
     if isinstance(first, float) and isinstance(second, float):
-        return math.isclose(first, second, rel_tol=1e-6) or (math.isnan(first) and math.isnan(second))
+        return math.isclose(first, second, rel_tol=tolerance) or (math.isnan(first) and math.isnan(second))
     return first == second

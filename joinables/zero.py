@@ -85,6 +85,7 @@ class ZeroStep(Announcing):
     def attach(self, join: Join) -> None:
         super().attach(join)
         self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step in this block
+        self._group_count = len(self._zero.param_groups)
         listed = [member.joinable.join_target for member in join.channel.roster.listed]
         self._is_scaled = any(isinstance(target, torch.amp.GradScaler) and target.is_enabled() for target in listed)
         local = cast("torch.optim.Optimizer", cast("Any", self._zero).optim)  # steps this rank's shard
@@ -175,6 +176,13 @@ class ZeroStep(Announcing):
 
     def _send_hyperparameters(self, *, active: bool) -> None:
         is_leader = self._channel.headers.leader_for(self) == self._collective.rank
+        if len(self._zero.param_groups) != self._group_count and not self._channel.step.in_loop:
+            self._channel.guard.post_and_raise(
+                JoinError(
+                    f"The loop added a parameter group to {self.join_name}, which ranks without data do not have. Add"
+                    " it before the block, or loop over join.iterate. [J777]"
+                )
+            )
         values, structure = pytree.tree_flatten(without_params(self._zero.param_groups))
         numbers = [float(value) for value in values if _is_number(value)]
         norms = self._sample.take(self._own_shard if active else set())

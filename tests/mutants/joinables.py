@@ -134,8 +134,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "self._over_all_ranks or channel.scaling.in_use or not",
-        "self._over_all_ranks or not",
+        "self.over_all_ranks or channel.scaling.in_use or not",
+        "self.over_all_ranks or not",
         "tests/join/test_scaling.py::test_dummies_add_nothing_whatever_arrives",
     ),
     Mutant(

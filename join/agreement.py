@@ -18,7 +18,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -33,8 +33,6 @@ Values = Sequence[tuple[str, Mapping[str, Any]]]
 
 DIGEST_BITS = 56
 _LONGEST_LIST = 5  # differences in the text of an error
-NORM = "squared norm of some rows of the parameters"
-"""The name of a value of a module. The rounding of many steps depends on the processor, so its tolerance is large."""
 
 
 def check_same(
@@ -148,17 +146,18 @@ def differences(ranks: Mapping[int, Values]) -> str:
     first = next(iter(ranks))
     for position, (name, values) in enumerate(ranks[first]):
         for key in values:
-            by_rank = {rank: theirs[position][1].get(key, ...) for rank, theirs in ranks.items()}
-            same = partial(_is_same, by_rank[first], tolerance=1e-3 if key == NORM else 1e-6)
-            if ... not in by_rank.values() and not all(map(same, by_rank.values())):
-                words = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(by_rank.items()))
+            held = {rank: theirs[position][1].get(key, ...) for rank, theirs in ranks.items()}
+            if ... not in held.values() and not all(_is_same(key, held[first], value) for value in held.values()):
+                words = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(held.items()))
                 texts.append(f"the {key} of {name} is {words}")
-    texts.sort(key=lambda text: text.startswith(f"the {NORM}"))  # other differences cause this one
+    texts.sort(key=lambda text: text.startswith("the squared norm"))  # other differences cause this one
     more = [f"and {len(texts) - _LONGEST_LIST} more"] if len(texts) > _LONGEST_LIST else []
     return "; ".join(texts[:_LONGEST_LIST] + more)
 
 
-def _is_same(first: Any, second: Any, tolerance: float) -> bool:
+def _is_same(name: str, first: Any, second: Any) -> bool:
     if isinstance(first, float) and isinstance(second, float):
+        # The rounding of many steps, and so the norm of parameters, depends on the processor.
+        tolerance = 1e-3 if name.startswith("squared norm") else 1e-6
         return math.isclose(first, second, rel_tol=tolerance) or (math.isnan(first) and math.isnan(second))
     return first == second

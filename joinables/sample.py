@@ -52,6 +52,11 @@ class Sample:
         return "gradients" if any(apart[count:]) else "parameters" if any(apart[:count]) else ""
 
 
+def sampled(parameters: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Return the sum of the norms of some rows, as a value to compare between ranks (``join.agreement``)."""
+    return {"squared norm of some rows of the parameters": sum(Sample(parameters, set()).take(set()))}
+
+
 def _norm(tensor: torch.Tensor | None) -> float:
     """Return the squared norm of the last row; NaN if it is unknown."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a row of a DTensor would be a collective

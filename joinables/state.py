@@ -39,6 +39,7 @@ from joinables._torch import autograd
 from joinables._torch.objects import numbers_in
 from joinables._torch.reducer import parameters_of_each_rank
 from joinables.adapter import Silent
+from joinables.sample import sampled
 
 
 class OptimizerState(Silent):
@@ -282,7 +283,7 @@ class ModuleState(State):
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
-        return shapes_of(dict(self._target.named_buffers()))
+        return shapes_of(dict(self._target.named_buffers())) | sampled(list(self._target.parameters()))
 
 
 def group_values(groups: Sequence[Mapping[str, Any]], *, on_cpu: bool = False) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class LateUse:
     def __init__(self, rank: int) -> None:
         self._rank, self._thread, self._steps = rank, threading.get_ident(), 0
         self._unused: int | None = None  # after the loop: how many of its batches may be used late
-        self._has_samples = False  # whether this rank got dummies with samples, which cannot be told from data
+        self._has_samples = False  # whether this rank got dummies with samples, which look like data
 
     def begin_step(self) -> None:
         """Record that the loop yields a batch, and in which thread."""

@@ -40,7 +40,7 @@ from typing_extensions import override
 from join.collectives import Sum
 from join.joinable import Burst
 from join.protocol.channel import Channel
-from joinables.ddp.window import Memory, Window
+from joinables.ddp.window import Window
 
 ANNOUNCED, WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(4)
 """The counts of a reduction in a header. All but the first are flags: it announces the buffers too, this rank
@@ -173,8 +173,8 @@ class Means:
     def __init__(self, *, over_all_ranks: bool) -> None:
         self.over_all_ranks = over_all_ranks
         """Whether gradients without weights are divided by the world size."""
-        self.sharing: Sequence[tuple[Burst, Memory]] = ()
-        """The bursts and memories of other modules that reduce some of the same parameters."""
+        self.sharing: Sequence[Burst] = ()
+        """The bursts of other modules that reduce some of the same parameters."""
 
     def attach(self, channel: Channel, burst: Burst, *, has_comm_hook: bool) -> None:
         """Prepare for a block that is entered.

@@ -118,7 +118,7 @@ class UsedParameters:
 def refuse_unreduced_parameters(ddp: DistributedDataParallel, reduced: Container[int]) -> list[Any]:
     """Raise a ``RuntimeError`` in each backward that reaches a parameter whose gradient DDP does not reduce.
 
-    Parameters that DDP was told to ignore are excepted.
+    Parameters in ``ddp.parameters_to_ignore`` are excepted.
 
     Args:
         ddp: The module.

@@ -38,9 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Burst, Join, Joinable, JoinError, JoinHook, ProtocolError
-from join.agreement import NORM
 from join.collectives._torch_private import are_zero, writes_to
-from join.scaling import refuse_unreduced
+from join.scaling import refuse_unreduced, refuse_weight
 from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
@@ -50,7 +49,7 @@ from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters, refus
 from joinables.ddp.window import LastResult, Window, have_none, memory_of
 from joinables.modules import adopt_gradients
 from joinables.own_collectives import mixing
-from joinables.sample import Sample
+from joinables.sample import sampled
 
 
 class GradientSync(DDPBurst):
@@ -115,8 +114,7 @@ class GradientSync(DDPBurst):
         bursts = [each.joinable for each in join.channel.roster.listed if isinstance(each.joinable, GradientSync)]
         reduced = {each: set(map(id, reducer.reduced_parameters(each.join_target))) for each in bursts}
         self._handles += refuse_unreduced_parameters(self._ddp, set[int]().union(*reduced.values()))
-        sharing = [each for each in bursts if each is not self and reduced[each] & reduced[self]]
-        self._means.sharing = [(each, memory_of(each.join_target)) for each in sharing]
+        self._means.sharing = [each for each in bursts if each is not self and reduced[each] & reduced[self]]
 
     @override
     def detach(self) -> None:
@@ -159,7 +157,7 @@ class GradientSync(DDPBurst):
     @override
     def equal_values(self) -> Mapping[str, Any]:
         """Return a sample of the parameters, unless the loop may make steps on the gradients of each rank alone."""
-        return {} if self._memory.is_local else {NORM: sum(Sample(self._parameters, set()).take(set()))}
+        return {} if self._memory.is_local else sampled(self._parameters)
 
     @override
     def hand_over(self, leader: int) -> None:
@@ -243,9 +241,8 @@ class GradientSync(DDPBurst):
         if channel.loop is not None and not channel.step.in_loop:
             channel.loop.leave()
         window, in_loop = self._memory.window, channel.step.in_loop
-        for other, memory in self._means.sharing:
-            if memory.backward == self._memory.backward:
-                self._refuse_shared_backward(other)
+        for other in self._means.sharing:
+            self._refuse_shared_backward(other)
         if in_loop or window.backwards or window.number:
             window = self._enter_window()
         if in_loop:
@@ -255,11 +252,8 @@ class GradientSync(DDPBurst):
         else:
             self.own_steps += 1
             weight = self._means.scope.weight
-            if (weight is not None) != channel.scaling.flows:
-                raise JoinError(
-                    f"join.weight is {weight}, which does not match the scaling of the loss in {self.join_name}. Set"
-                    " the weight before the forward, and call join.scale(loss).backward(). [J472]"
-                )
+            if weight != (channel.scaling.weight if channel.scaling.flows else None):
+                refuse_weight(weight, self.join_name)
             if window.backwards and (window.weight is None) != (weight is None):
                 raise JoinError(
                     "join.weight was set or unset in an accumulation window. Set it in every step or in none. [J111]"
@@ -286,7 +280,8 @@ class GradientSync(DDPBurst):
 
     def _refuse_shared_backward(self, other: Burst) -> None:
         """Refuse a backward through two modules that share a parameter, unless reductions leave a mean as it is."""
-        if not (self._channel.step.in_loop and (self._channel.scaling.flows or self._means.over_all_ranks)):
+        is_mean = self._channel.step.in_loop and (self._channel.scaling.flows or self._means.over_all_ranks)
+        if not is_mean and memory_of(other.join_target).backward == self._memory.backward:
             #: Or loop over `join.iterate`, and call `join.scale(loss).backward()`.
             raise JoinError(
                 f"Two modules that share a parameter are in one backward ({self.join_name}, {other.join_name}), so each"

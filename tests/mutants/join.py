@@ -541,8 +541,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/context.py",
-        "scaling.scale(loss, weight * self._divisor, scaling.unit)",
-        "scaling.scale(loss, weight, scaling.unit)",
+        "scaling.scale(loss, weight * self._divisor, (scaling.unit, weight))",
+        "scaling.scale(loss, weight, (scaling.unit, weight))",
         "tests/joinables/ddp/test_exact.py::test_equals_one_process[loss divided, weights, zero]",
     ),
     Mutant(
@@ -578,13 +578,13 @@ MUTANTS = [
     ),
     Mutant(
         "join/agreement.py",
-        "if ... not in by_rank.values() and not all(",
+        "if ... not in held.values() and not all(",
         "if not all(",
         "tests/join/test_agreement.py::test_values_that_count_as_equal",
     ),
     Mutant(
         "join/agreement.py",
-        "math.isclose(first, second, rel_tol=1e-6)",
+        "math.isclose(first, second, rel_tol=tolerance)",
         "first == second",
         "tests/join/test_agreement.py::test_values_that_count_as_equal",
     ),

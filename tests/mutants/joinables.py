@@ -318,7 +318,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/sample.py",
-        " or not tensor.is_cpu",
+        " and tensor.is_cpu",
         "",
         "tests/joinables/test_sample.py::test_a_device_is_not_waited_for",
     ),
@@ -445,8 +445,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "        return {} if self._memory.is_local else {",
-        "        return {",
+        "return {} if self._memory.is_local else sampled",
+        "return sampled",
         "tests/joinables/ddp/test_even_blocks.py::test_ranks_with_as_many_local_steps_are_even",
     ),
     Mutant(

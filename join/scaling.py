@@ -71,7 +71,7 @@ class Scaling:
         self.flows = False
         """Whether the current backward began at a scaled loss."""
         self.weight: float | None = None
-        """The weight with which this loss was scaled in a plain block."""
+        """The weight in the scaling of this loss; ``None`` in a loop."""
         self._required = ""  # why the current loop must scale its losses, as a clause; or ""
         self.in_use: bool | None = None
         """Whether the current loop scales its losses; ``None`` before its first backward."""
@@ -88,8 +88,8 @@ class Scaling:
         Args:
             loss: The loss of this rank's batch.
             factor: The number by which the loss is multiplied.
-            plain: In a plain block, the current unit, by which the loss is divided because the sum of the weights is
-                not known yet, and the weight of the batch.
+            plain: In a plain block, the current unit and the weight of the batch. The loss is divided by the unit,
+                because the sum of the weights is not known yet.
         """
         result = scaled(loss, factor / plain[0] if plain else factor)
         if isinstance(result, torch.Tensor) and result.requires_grad:
@@ -176,7 +176,7 @@ _CALL = (
 
 
 def refuse_weight(weight: float | None, place: str) -> NoReturn:
-    """Raise an error because a weight is not the weight with which the loss of a backward was scaled.
+    """Raise an error because the loss of a backward was scaled with another weight.
 
     Args:
         weight: The weight.

@@ -38,8 +38,12 @@ KINDS = {
     "J214": ["WorkerDied"],
     "J215": ["WorkerDied"],
     "J444": ["ProtocolError"],
+    "J525": ["JoinError"],
+    "J598": ["JoinError"],
+    "J599": ["JoinError"],
     "J684": ["AttributeError"],
     "J741": ["TypeError", "ValueError"],
+    "J777": ["JoinError"],
 }
 """Classes of the errors whose texts are not written where the error is raised."""
 TITLES = {

@@ -413,15 +413,21 @@ class Batches(Iterable[T]):
         loader: The loader of this rank.
     """
 
-    __slots__ = ("join_loader", "join_loop")
+    __slots__ = ("join_iterators", "join_loader", "join_loop")
 
     def __init__(self, loop: Loop[T], loader: Iterable[T]) -> None:
         object.__setattr__(self, "join_loop", loop)
         object.__setattr__(self, "join_loader", loader)
+        object.__setattr__(self, "join_iterators", [iter(loop)])  # until it is used, because a break has to close it
 
     @override
     def __iter__(self) -> Iterator[T]:
-        return iter(self.join_loop)
+        if not self.join_iterators:
+            raise JoinError(
+                "The result of join.iterate was iterated a second time, but it is one loop. Call join.iterate(loader)"
+                " again in each epoch. To look at a batch before the loop, take it from the loader. [J776]"
+            )
+        return self.join_iterators.pop()
 
     def __len__(self) -> int:
         return len(self.join_loop)

@@ -70,6 +70,8 @@ class Scaling:
     def __init__(self) -> None:
         self.flows = False
         """Whether the current backward began at a scaled loss."""
+        self.weight: float | None = None
+        """The weight in the scaling of this loss; ``None`` in a loop."""
         self._required = ""  # why the current loop must scale its losses, as a clause; or ""
         self.in_use: bool | None = None
         """Whether the current loop scales its losses; ``None`` before its first backward."""
@@ -80,31 +82,33 @@ class Scaling:
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
-    def scale(self, loss: L, factor: float, unit: float | None = None) -> L:
+    def scale(self, loss: L, factor: float, plain: Sequence[float] = ()) -> L:
         """Scale a loss, and notice when a backward begins at it.
 
         Args:
             loss: The loss of this rank's batch.
             factor: The number by which the loss is multiplied.
-            unit: In a plain block, the current unit, by which the loss is divided because the sum of the weights is not
-                known yet.
+            plain: In a plain block, the current unit and the weight of the batch. The loss is divided by the unit,
+                because the sum of the weights is not known yet.
         """
-        result = scaled(loss, factor if unit is None else factor / unit)
+        result = scaled(loss, factor / plain[0] if plain else factor)
         if isinstance(result, torch.Tensor) and result.requires_grad:
-            on_gradient(result, self._begin_backward if unit is None else partial(self._begin_backward, unit=unit))
+            on_gradient(result, partial(self._begin_backward, plain=plain) if plain else self._begin_backward)
         return result
 
-    def _begin_backward(self, gradient: torch.Tensor, unit: float | None = None) -> torch.Tensor | None:
+    def _begin_backward(self, gradient: torch.Tensor, plain: Sequence[float] = ()) -> torch.Tensor | None:
         if not self.flows:
-            if unit is None and self.in_use is False:
+            if not plain and self.in_use is False:
                 raise JoinError(
                     "A loss went through join.scale, but the first backward in this loop over join.iterate reached a"
                     " listed module without it. Call join.scale(loss) for every backward of the loop, or for none. If"
                     " a listed module takes the loss (LossGate), scale its result: join.scale(module(loss)). [J526]"
                 )
-            self.flows, self.is_due = True, False
+            self.flows, self.is_due, self.weight = True, False, plain[1] if plain else None
             after_backward(partial(setattr, self, "flows", False))
-        return None if unit is None or unit == self.unit else gradient * (unit / self.unit)
+        elif plain and plain[1] != self.weight:
+            refuse_weight(plain[1], "another loss of the same backward")
+        return gradient * (plain[0] / self.unit) if plain and plain[0] != self.unit else None
 
     # -- in a loop ----------------------------------------------------------------------------------------------------
 
@@ -169,6 +173,19 @@ _CALL = (
     "Call join.scale(loss).backward() for every backward, with a mean over the rank's own batch as the loss. If losses"
     " are divided by the samples of all ranks already, list nothing: Join([], process_group=None)."
 )
+
+
+def refuse_weight(weight: float | None, place: str) -> NoReturn:
+    """Raise an error because the loss of a backward was scaled with another weight.
+
+    Args:
+        weight: The weight.
+        place: The backward, or another loss in it.
+    """
+    raise JoinError(
+        f"join.weight is {weight}, which does not match the scaling of the loss in {place}. Set the weight before the"
+        " forward, call join.scale(loss).backward(), and set the weight of the next batch after that. [J472]"
+    )
 
 
 def refuse_unreduced(name: str) -> NoReturn:

@@ -58,11 +58,12 @@ class LossGate(torch.nn.Module):
     def refuse(names: Iterable[str]) -> None:
         """Raise a ``RuntimeError`` that names the first of these parameters, whose gradients DDP does not reduce."""
         for name in names:
+            #: To unfreeze a parameter within an epoch of a `Trainer`, pass it to an optimizer from the start, and pass
+            #: `strategy="ddp_find_unused_parameters_true"` to the `Trainer`.
             raise RuntimeError(
                 f"The parameter {name!r} requires grad, but was frozen or missing when the module was wrapped, so its"
-                " gradient would not be averaged over the ranks. Unfreeze or add parameters before that. A Trainer"
-                " wraps the module after on_train_epoch_start. To unfreeze one within an epoch, pass it to an optimizer"
-                " from the start, and pass strategy='ddp_find_unused_parameters_true' to the Trainer. [J560]"
+                " gradient would not be averaged over the ranks. Unfreeze or add parameters before that, or wrap the"
+                " plain module again. A Trainer wraps the module after on_train_epoch_start. [J560]"
             )
 
     def _is_reached_from(self, loss: torch.Tensor) -> bool:

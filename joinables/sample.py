@@ -5,6 +5,9 @@ loop changes gradients before the step, by clipping, or parameters after it, by 
 the change, and its shard becomes wrong. The rank that shares its hyperparameters with joined ranks therefore sends a
 few norms along, and they compare these with their own.
 
+If a block or a loop begins or ends and no rank has shadowed others, ranks compare samples of the parameters of DDP
+modules. So they notice a checkpoint that one rank has loaded, or noise that differs between ranks.
+
 A sample finds a change of all gradients, as clipping by the norm is, and a change of all parameters. A change of a few
 elements can be missed. On a device, nothing is compared, because reading a value would make the step wait.
 """
@@ -49,9 +52,15 @@ class Sample:
         return "gradients" if any(apart[count:]) else "parameters" if any(apart[:count]) else ""
 
 
+def sampled(parameters: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Return the sum of the norms of some rows, as a value to compare between ranks (``join.agreement``)."""
+    return {"squared norm of some rows of the parameters": sum(Sample(parameters, set()).take(set()))}
+
+
 def _norm(tensor: torch.Tensor | None) -> float:
     """Return the squared norm of the last row; NaN if it is unknown."""
-    if tensor is None or not tensor.is_cpu or tensor.is_sparse or tensor.is_complex() or not tensor.numel():
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a row of a DTensor would be a collective
+    if tensor is None or not (is_plain and tensor.is_cpu and tensor.numel()) or tensor.is_sparse or tensor.is_complex():
         return math.nan
     row = (tensor[-1] if tensor.dim() else tensor).flatten().float()  # not every type has a product
     return torch.dot(row, row).item()

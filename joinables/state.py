@@ -36,9 +36,10 @@ from join.collectives._torch_private import pytree
 from join.errors import described
 from join.transfer import Exchange, broadcast_tensors
 from joinables._torch import autograd
-from joinables._torch.objects import has_stepped, mark_stepped
+from joinables._torch.objects import numbers_in
 from joinables._torch.reducer import parameters_of_each_rank
 from joinables.adapter import Silent
+from joinables.sample import sampled
 
 STEPS_IN_LOOPS = "number of steps made on gradients in loops over join.iterate"
 """Name of a value that is equal on all ranks: a rank that has skipped a backward has stepped without gradients."""
@@ -64,6 +65,7 @@ class OptimizerState(Silent):
         self._ignored = {id(parameter) for module in modules for parameter in parameters_of_each_rank(module)}
         """The ids of parameters that a listed DDP module ignores, so that each rank has its own."""
         self._handles = [self._optimizer.register_step_pre_hook(self._before_step)]
+        self._entered_with = numbers_in(self._optimizer)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Check and count a step."""
@@ -118,8 +120,9 @@ class OptimizerState(Silent):
         shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
         why_not = unlike_others((groups, states, parameters))
         values: Mapping[str, Any] = self.equal_values() if keeps else {}
-        inbox = yield ([], {}) if why_not else (groups, states), (shapes, has_stepped(optimizer), values, bool(why_not))
-        (their_groups, their_states), (their_shapes, stepped, equal, refused) = inbox.skeleton
+        counters = dict(numbers_in(optimizer).items() - self._entered_with.items())
+        inbox = yield ([], {}) if why_not else (groups, states), (shapes, counters, values, bool(why_not))
+        (their_groups, their_states), (their_shapes, counters, equal, refused) = inbox.skeleton
         if not (why_not or refused):
             why_not = self._why_not(states, their_states, shapes, their_shapes)
         if not why_not and keeps:
@@ -134,8 +137,7 @@ class OptimizerState(Silent):
         yield why_not
         if not keeps:
             self._load(groups, states, parameters)
-            if stepped:
-                mark_stepped(optimizer)
+            vars(optimizer).update(counters)
 
     def _load(
         self, groups: list[dict[str, Any]], states: dict[Any, Any], parameters: Sequence[torch.nn.Parameter]
@@ -288,7 +290,7 @@ class ModuleState(State):
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
-        return shapes_of(dict(self._target.named_buffers()))
+        return shapes_of(dict(self._target.named_buffers())) | sampled(list(self._target.parameters()))
 
 
 def group_values(groups: Sequence[Mapping[str, Any]], *, on_cpu: bool = False) -> dict[str, Any]:

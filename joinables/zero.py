@@ -28,7 +28,7 @@ scale. So a step is an error if the block lists a GradScaler, except in a loop o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -86,6 +86,7 @@ class ZeroStep(Announcing):
         super().attach(join)
         self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step in this block
         self._steps_in_loops = 0  # with a gradient, in loops over join.iterate
+        self._group_count = len(self._zero.param_groups)
         listed = [member.joinable.join_target for member in join.channel.roster.listed]
         self._is_scaled = any(isinstance(target, torch.amp.GradScaler) and target.is_enabled() for target in listed)
         local = cast("torch.optim.Optimizer", cast("Any", self._zero).optim)  # steps this rank's shard
@@ -140,12 +141,10 @@ class ZeroStep(Announcing):
 
     def _announce(self) -> None:
         if self._is_scaled and not self._channel.step.in_loop and self._collective.world_size > 1:
-            self._channel.guard.post_and_raise(
-                JoinError(
-                    f"The block lists a GradScaler and {self.join_name}. A rank that is out of data does not know the"
-                    " scale, so it would step its shard on scaled gradients. Loop over join.iterate, or train without"
-                    " a GradScaler, as with bfloat16. [J525]"
-                )
+            self._refuse(
+                f"The block lists a GradScaler and {self.join_name}. A rank that is out of data does not know the"
+                " scale, so it would step its shard on scaled gradients. Loop over join.iterate, or train without"
+                " a GradScaler, as with bfloat16. [J525]"
             )
         self._channel.announce(self)
         self.is_pending = True
@@ -169,6 +168,10 @@ class ZeroStep(Announcing):
         finally:
             self._shadowing = False
 
+    def _refuse(self, reason: str) -> NoReturn:
+        """Raise an error, and send it to the other ranks."""
+        self._channel.guard.post_and_raise(JoinError(reason))
+
     # -- hyperparameters ----------------------------------------------------------------------------------------------
 
     def _load_hyperparameters(self, received: list[dict[str, Any]]) -> None:
@@ -183,6 +186,11 @@ class ZeroStep(Announcing):
 
     def _send_hyperparameters(self, *, active: bool) -> None:
         is_leader = self._channel.headers.leader_for(self) == self._collective.rank
+        if len(self._zero.param_groups) != self._group_count and not self._channel.step.in_loop:
+            self._refuse(
+                f"The loop added a parameter group to {self.join_name}, which ranks without data do not have. Add"
+                " it before the block, or loop over join.iterate. [J777]"
+            )
         values, structure = pytree.tree_flatten(without_params(self._zero.param_groups))
         numbers = [float(value) for value in values if _is_number(value)]
         norms = self._sample.take(self._own_shard if active else set())
@@ -200,20 +208,16 @@ class ZeroStep(Announcing):
         """Raise an error if the leader has changed gradients or parameters, because this rank has not."""
         changed = self._sample.differs(own, theirs)
         if changed == "gradients":
-            self._channel.guard.post_and_raise(
-                JoinError(
-                    f"The loop changes gradients before {self.join_name}, for example by clipping. A rank without data"
-                    " steps its shard without this change. List ZeroStep(optimizer, transform_gradients=function) with"
-                    " a function that makes the change, or loop over join.iterate. [J598]"
-                )
+            self._refuse(
+                f"The loop changes gradients before {self.join_name}, for example by clipping. A rank without data"
+                " steps its shard without this change. List ZeroStep(optimizer, transform_gradients=function) with"
+                " a function that makes the change, or loop over join.iterate. [J598]"
             )
         if changed == "parameters":
-            self._channel.guard.post_and_raise(
-                JoinError(
-                    f"The loop changes parameters after {self.join_name}, for example by a clamp. A rank without data"
-                    " does not, and its shard would become wrong. Loop over join.iterate, so that all ranks make the"
-                    " change. [J599]"
-                )
+            self._refuse(
+                f"The loop changes parameters after {self.join_name}, for example by a clamp. A rank without data"
+                " does not, and its shard would become wrong. Loop over join.iterate, so that all ranks make the"
+                " change. [J599]"
             )
 
     @override

@@ -427,7 +427,7 @@ class Channel:
         self._last_step = loop.last_with_data
         self.headers.leader = 0  # in the rest of the block, which all ranks reach
         if self.late_use is not None:
-            self.late_use.end_loop()
+            self.late_use.end_loop(loop.step)
         self._outstanding = []  # in a loop, the body may skip followers
         self.loop, self.step = None, PLAIN
 

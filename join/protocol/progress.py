@@ -27,7 +27,9 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from join.batch import has_empty_tensor
+import torch
+
+from join.batch import Step, has_empty_tensor
 from join.collectives import Collective
 from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
@@ -132,14 +134,15 @@ class LateUse:
     def __init__(self, rank: int) -> None:
         self._rank, self._thread, self._steps = rank, threading.get_ident(), 0
         self._unused: int | None = None  # after the loop: how many of its batches may be used late
+        self._has_samples = False  # whether this rank got dummies with samples, which look like data
 
     def begin_step(self) -> None:
         """Record that the loop yields a batch, and in which thread."""
         self._steps, self._thread = self._steps + 1, threading.get_ident()
 
-    def end_loop(self) -> None:
-        """Record that the loop has ended."""
-        self._unused = self._steps
+    def end_loop(self, last: Step) -> None:
+        """Record that the loop has ended, with its last step."""
+        self._unused, self._has_samples = self._steps, last.is_dummy and not last.is_empty
 
     def called(self, arguments: Any) -> LateUse | None:
         """Check a call of a module, before the call sends anything.
@@ -155,8 +158,8 @@ class LateUse:
                 ended.
         """
         if self._unused is not None:
-            if self._unused and has_empty_tensor(arguments):
-                self._refuse(f"on an empty batch after step {self._steps}, the last step of join.iterate")
+            if self._unused and (has_empty_tensor(arguments) or (self._has_samples and torch.is_grad_enabled())):
+                self._refuse(f"after step {self._steps}, the last step of join.iterate, perhaps on a dummy of it")
             self._unused -= 1
             return self if self._unused > 0 else None
         if threading.get_ident() != self._thread:

@@ -100,12 +100,13 @@ def with_parts(loader: LoaderT, **parts: Any) -> LoaderT:
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def has_stepped(target: Any) -> bool:
-    """Return whether an optimizer has made a step.
+def numbers_in(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the numbers and flags in attributes of an optimizer, some of which count its steps there.
 
-    Replaces a public query; schedulers check the same attribute before they warn.
+    One of them is torch's own ``_opt_called``. Schedulers warn if it is missing or ``False``, because the optimizer has
+    not made a step. Replaces a public query of it.
     """
-    return bool(getattr(target, "_opt_called", False))
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, (int, float))}
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,7 @@ A docstring says what the private API replaces: a public API that torch lacks, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -150,6 +150,21 @@ def parameters_of_each_rank(ddp: DistributedDataParallel) -> list[torch.nn.Param
     return [parameter for parameter in ddp.module.parameters() if id(parameter) not in synchronised]
 
 
+def parameters_beyond(ddp: DistributedDataParallel, reduced: Container[int]) -> list[torch.nn.Parameter]:
+    """Return the parameters that can have a gradient, are not in ``reduced`` and are not ignored by DDP.
+
+    Replaces ``ddp.module.parameters()``, which takes three times as long.
+
+    Args:
+        ddp: The module.
+        reduced: The ids of parameters.
+    """
+    held = [each for part in ddp.module.modules() for each in part._parameters.values() if id(each) not in reduced]
+    ignored = cast("set[str]", ddp.parameters_to_ignore)
+    own = {id(each) for name, each in ddp.module.named_parameters() if name in ignored} if ignored else set[int]()
+    return [p for p in held if p is not None and id(p) not in own and (p.is_floating_point() or p.is_complex())]
+
+
 def buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     """Return the buffers that DDP synchronises, by name."""
     ignored = cast("set[str]", ddp.parameters_to_ignore)
@@ -168,7 +183,7 @@ def buffer_places(ddp: DistributedDataParallel) -> dict[str, tuple[dict[str, tor
 def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """Return the parameters in the reducer's order, without parameters that were frozen when the module was wrapped."""
     synchronised = parameters(ddp)
-    if all(parameter.requires_grad for parameter in synchronised):
+    if ddp._get_ddp_logging_data().get("num_parameter_tensors") == len(synchronised):
         return synchronised
     try:
         buckets = ddp.reducer._get_zeros_like_grad_buckets()

@@ -22,6 +22,7 @@ from join.collectives._torch_private import Writes, accumulators, on_gradient, w
 from join.protocol.channel import Channel
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BufferSync
+from joinables.ddp.window import memory_of
 from joinables.dummy_forward import InnerForward, refuse_backward_on_dummy
 from joinables.modules import ModuleHook, run_uncompiled, synchronised_norms, tensors_with_grad
 from joinables.own_collectives import refuse_in_plain_block
@@ -56,7 +57,7 @@ class Forwards:
         self._parameter_hook: Any = None  # the handle of a hook on the parameters, if a forward shows no output tensor
         self._writes_before: Writes = []  # the writes to each gradient before the forward
         self._accumulators = accumulators(parameters)
-        self._backward = -1  # the number of the last backward in which a gradient entered the module
+        self._memory = memory_of(ddp)
         self.end_calls: list[Callable[[], None]] | None = None
         """Calls at the end of the current backward if it runs others inside. ``None`` if it does not."""
 
@@ -186,9 +187,9 @@ class Forwards:
                 refuse_backward_on_dummy(cast("object", self._ddp.module))
             self.inner.keep_in_backward()
         backward = autograd.backward_under_way()
-        if backward == self._backward:
+        if backward == self._memory.backward:
             return
-        self._backward, self.end_calls = backward, None
+        self._memory.backward, self.end_calls = backward, None
         if step.window != current.window and step.in_loop and current.in_loop:
             self._refuse_late_backward(step, current)
         try:

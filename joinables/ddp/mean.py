@@ -32,6 +32,7 @@ The source of n and S is:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from typing_extensions import override
@@ -170,7 +171,10 @@ class Means:
     """
 
     def __init__(self, *, over_all_ranks: bool) -> None:
-        self._over_all_ranks = over_all_ranks
+        self.over_all_ranks = over_all_ranks
+        """Whether gradients without weights are divided by the world size."""
+        self.sharing: Sequence[Burst] = ()
+        """The bursts of other modules that reduce some of the same parameters."""
 
     def attach(self, channel: Channel, burst: Burst, *, has_comm_hook: bool) -> None:
         """Prepare for a block that is entered.
@@ -186,7 +190,7 @@ class Means:
         """The block, which has the weight of a batch."""
         self._as_it_is, self._with_data = Mean(channel, burst), OverRanksWithData(channel, burst)
         self._on_dummy = OnDummy(channel, burst)
-        self.unweighted = (OverAllRanks if self._over_all_ranks else OverContributors)(channel, burst)
+        self.unweighted = (OverAllRanks if self.over_all_ranks else OverContributors)(channel, burst)
         """The mean of a plain block without weights."""
         self._weighted = Weighted(channel, burst)
         self._weighted.in_parts = has_comm_hook
@@ -198,7 +202,7 @@ class Means:
         channel, step = self._channel, self._channel.step
         if not step.in_loop:
             return self.unweighted if self.scope.weight is None else self._weighted
-        if self._over_all_ranks or channel.scaling.in_use or not 0 < step.contributors < channel.collective.world_size:
+        if self.over_all_ranks or channel.scaling.in_use or not 0 < step.contributors < channel.collective.world_size:
             return self._as_it_is
         return self._on_dummy if step.is_dummy else self._with_data
 

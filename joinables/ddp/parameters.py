@@ -1,5 +1,8 @@
 """Records for each parameter of a DDP module: :class:`Factors`, :class:`UsedParameters` and :class:`StaticGraph`.
 
+*Parameters that DDP does not know.* DDP reduces the gradients of the parameters that required grad when it was built.
+A parameter that was thawed or added since then has its own gradient on each rank: :func:`refuse_unreduced_parameters`.
+
 *Unused parameters.* With ``find_unused_parameters`` a parameter that no rank used keeps its ``grad`` as it was. That is
 usually ``None``, so the optimizer skips it. In a loop over ``Join.iterate`` the ranks without data run the module on
 dummies, which the reducer counts as use. So the use by batches with data is recorded here, and the gradients of the
@@ -19,7 +22,7 @@ reducer's own collectives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -27,10 +30,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join.collectives import Collective
-from join.collectives._torch_private import accumulators
+from join.collectives._torch_private import accumulators, thawed
 from join.protocol.channel import Channel
 from joinables._torch import autograd, reducer
 from joinables.ddp.window import memory_of
+from joinables.loss_gate import LossGate
 
 
 class Factors:
@@ -109,6 +113,28 @@ class UsedParameters:
         for parameter, is_used, absent in zip(self._parameters, used, self._absent, strict=True):
             if absent and not is_used:
                 parameter.grad = None
+
+
+def refuse_unreduced_parameters(ddp: DistributedDataParallel, reduced: Container[int]) -> list[Any]:
+    """Raise a ``RuntimeError`` in each backward that reaches a parameter whose gradient DDP does not reduce.
+
+    Parameters in ``ddp.parameters_to_ignore`` are excepted.
+
+    Args:
+        ddp: The module.
+        reduced: The ids of the parameters whose gradients the listed objects reduce.
+
+    Returns:
+        The handles of the hooks that raise the error.
+    """
+
+    def refuse(parameter: torch.Tensor) -> None:
+        named = cast("torch.nn.Module", ddp.module).named_parameters()
+        LossGate.refuse(name.removeprefix("trained.") for name, each in named if each is parameter)
+
+    unknown = reducer.parameters_beyond(ddp, reduced)
+    with thawed(unknown):
+        return [parameter.register_post_accumulate_grad_hook(refuse) for parameter in unknown]
 
 
 class StaticGraph:

@@ -29,7 +29,7 @@ from ``backward()`` to ``step()``::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -37,18 +37,19 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Join, JoinError, JoinHook, ProtocolError
+from join import Burst, Join, Joinable, JoinError, JoinHook, ProtocolError
 from join.collectives._torch_private import are_zero, writes_to
-from join.scaling import refuse_unreduced
+from join.scaling import refuse_unreduced, refuse_weight
 from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.mean import ANNOUNCED, CONTRIBUTES, Means
-from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
+from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters, refuse_unreduced_parameters
 from joinables.ddp.window import LastResult, Window, have_none, memory_of
 from joinables.modules import adopt_gradients
 from joinables.own_collectives import mixing
+from joinables.sample import sampled
 
 
 class GradientSync(DDPBurst):
@@ -110,6 +111,10 @@ class GradientSync(DDPBurst):
         self._memory.window.is_earlier = self._memory.window.backwards > 0
         self.own_steps = 0
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._begin_backward)
+        bursts = [each.joinable for each in join.channel.roster.listed if isinstance(each.joinable, GradientSync)]
+        reduced = {each: set(map(id, reducer.reduced_parameters(each.join_target))) for each in bursts}
+        self._handles += refuse_unreduced_parameters(self._ddp, set[int]().union(*reduced.values()))
+        self._means.sharing = [each for each in bursts if each is not self and reduced[each] & reduced[self]]
 
     @override
     def detach(self) -> None:
@@ -144,6 +149,15 @@ class GradientSync(DDPBurst):
         inbox.fill(source_parameters, parameters)
         adopt_gradients(inbox, self._parameters, present, gradients, keeps=keeps)
         yield ""
+
+    @override
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        return self.equal_values()
+
+    @override
+    def equal_values(self) -> Mapping[str, Any]:
+        """Return a sample of the parameters, unless the loop may make steps on the gradients of each rank alone."""
+        return {} if self._memory.is_local else sampled(self._parameters)
 
     @override
     def hand_over(self, leader: int) -> None:
@@ -227,6 +241,8 @@ class GradientSync(DDPBurst):
         if channel.loop is not None and not channel.step.in_loop:
             channel.loop.leave()
         window, in_loop = self._memory.window, channel.step.in_loop
+        for other in self._means.sharing:
+            self._refuse_shared_backward(other)
         if in_loop or window.backwards or window.number:
             window = self._enter_window()
         if in_loop:
@@ -236,11 +252,8 @@ class GradientSync(DDPBurst):
         else:
             self.own_steps += 1
             weight = self._means.scope.weight
-            if (weight is not None) != channel.scaling.flows:
-                raise JoinError(
-                    f"join.weight is {weight}, which does not match the scaling of the loss in {self.join_name}. Set"
-                    " the weight before the forward, and call join.scale(loss).backward(). [J472]"
-                )
+            if weight != (channel.scaling.weight if channel.scaling.flows else None):
+                refuse_weight(weight, self.join_name)
             if window.backwards and (window.weight is None) != (weight is None):
                 raise JoinError(
                     "join.weight was set or unset in an accumulation window. Set it in every step or in none. [J111]"
@@ -260,9 +273,20 @@ class GradientSync(DDPBurst):
             self._mean = mean
             self._begin_reduction(in_loop)
             return
+        self._memory.is_local |= not in_loop
         if mean.may_recount and window.backwards == 1:
             window.kept = LastResult.copy_of(self._parameters)
         autograd.after_backward(partial(self._remember_writes, window))
+
+    def _refuse_shared_backward(self, other: Burst) -> None:
+        """Refuse a backward through two modules that share a parameter, unless reductions leave a mean as it is."""
+        is_mean = self._channel.step.in_loop and (self._channel.scaling.flows or self._means.over_all_ranks)
+        if not is_mean and memory_of(other.join_target).backward == self._memory.backward:
+            #: Or loop over `join.iterate`, and call `join.scale(loss).backward()`.
+            raise JoinError(
+                f"Two modules that share a parameter are in one backward ({self.join_name}, {other.join_name}), so each"
+                " would average its gradient. Wrap one module that contains both, or run two backwards. [J775]"
+            )
 
     def _check_scaling(self) -> None:
         """Check the scaling of the loss, in the first backward of a loop or in one that is unlike the first."""

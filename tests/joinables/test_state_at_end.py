@@ -86,6 +86,21 @@ class Nested(torch.optim.Optimizer):
         raise NotImplementedError("use distributed_state_dict")
 
 
+class Counting(torch.optim.Optimizer):
+    """It counts its steps in an attribute, beside the number of its rank."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.count, self.rank = 0, dist.get_rank() if dist.is_initialized() else 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert not dist.is_initialized() or self.rank == dist.get_rank()
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1 / self.count)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
@@ -95,6 +110,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=2, history_size=4),
     "wide": Wide,
     "nested": Nested,
+    "counting": Counting,
 }
 if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["muon"] = lambda params: torch.optim.Muon(params, lr=0.01)

@@ -295,3 +295,29 @@ def test_a_batch_that_one_rank_skips_in_a_plain_block(pool: Pool) -> None:
     expected = pool.run(differently, False, "skips both", False)[0]
     for found in pool.run(differently, False, "skips both"):
         assert_same(found, expected, TOLERANCE)
+
+
+def adds_a_group(rank: int, iterates: bool) -> str:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(build("mlp"))
+    first, *others = ddp.parameters()
+    optimizer = ZeroRedundancyOptimizer([first], torch.optim.SGD, lr=0.1)
+    try:
+        with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+            mine = [batch(rank, 0, step)[0] for step in range(COUNTS[rank])]
+            for step, x in enumerate(join.iterate(mine) if iterates else mine):
+                if step == 1:
+                    optimizer.add_param_group({"params": others})
+                ddp.zero_grad()
+                ddp(x).sum().backward()
+                optimizer.step()
+    except JoinError as error:
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize("iterates", [False, True])
+def test_a_parameter_group_that_the_loop_adds(ending: Ending, iterates: bool) -> None:
+    for text in ending.run(adds_a_group, iterates):
+        assert text == "fine" if iterates else "The loop added a parameter group" in text

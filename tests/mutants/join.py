@@ -8,6 +8,18 @@ MUTANTS = [
     # -- loops over join.iterate ---------------------------------------------------------------------------------------
     Mutant(
         "join/loop.py",
+        "return self.join_iterators.pop()",
+        "return self.join_iterators[0]",
+        "tests/join/loop/test_loop.py::test_a_loop_is_iterated_once",
+    ),
+    Mutant(
+        "join/protocol/progress.py",
+        " or (self._has_samples and torch.is_grad_enabled())",
+        "",
+        "tests/join/loop/test_progress.py::test_a_consumer_that_reads_dummies_with_samples_ahead_is_refused",
+    ),
+    Mutant(
+        "join/loop.py",
         "            self.end_step()  # first",
         "            self._guard.closed or self.end_step()  # first",
         "tests/join/loop/test_state.py::test_after_an_error_that_the_body_handles_a_rank_sends_nothing",
@@ -529,8 +541,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/context.py",
-        "scaling.scale(loss, weight * self._divisor, scaling.unit)",
-        "scaling.scale(loss, weight, scaling.unit)",
+        "scaling.scale(loss, weight * self._divisor, (scaling.unit, weight))",
+        "scaling.scale(loss, weight, (scaling.unit, weight))",
         "tests/joinables/ddp/test_exact.py::test_equals_one_process[loss divided, weights, zero]",
     ),
     Mutant(
@@ -566,13 +578,13 @@ MUTANTS = [
     ),
     Mutant(
         "join/agreement.py",
-        "if ... not in by_rank.values() and not all(",
+        "if ... not in held.values() and not all(",
         "if not all(",
         "tests/join/test_agreement.py::test_values_that_count_as_equal",
     ),
     Mutant(
         "join/agreement.py",
-        "math.isclose(first, second, rel_tol=1e-6)",
+        "math.isclose(first, second, rel_tol=tolerance)",
         "first == second",
         "tests/join/test_agreement.py::test_values_that_count_as_equal",
     ),
@@ -640,7 +652,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/scaling.py",
-        "gradient * (unit / self.unit)",
+        "gradient * (plain[0] / self.unit)",
         "None",
         "tests/join/test_units.py::test_a_loss_that_was_scaled_before_the_unit_changed",
     ),
@@ -652,7 +664,13 @@ MUTANTS = [
     ),
     Mutant(
         "join/scaling.py",
-        "if unit is None and self.in_use is False:",
+        "        elif plain and plain[1] != self.weight:",
+        "        elif False:",
+        "tests/joinables/ddp/test_weight.py::test_a_weight_that_is_not_the_weight_of_the_loss",
+    ),
+    Mutant(
+        "join/scaling.py",
+        "if not plain and self.in_use is False:",
         "if False:",
         "tests/join/test_scaling.py::test_a_loss_that_is_scaled_before_its_gate_is_refused",
     ),

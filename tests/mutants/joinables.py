@@ -134,8 +134,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "self._over_all_ranks or channel.scaling.in_use or not",
-        "self._over_all_ranks or not",
+        "self.over_all_ranks or channel.scaling.in_use or not",
+        "self.over_all_ranks or not",
         "tests/join/test_scaling.py::test_dummies_add_nothing_whatever_arrives",
     ),
     Mutant(
@@ -318,7 +318,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/sample.py",
-        " or not tensor.is_cpu",
+        " and tensor.is_cpu",
         "",
         "tests/joinables/test_sample.py::test_a_device_is_not_waited_for",
     ),
@@ -421,8 +421,38 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/state.py",
-        "                mark_stepped(optimizer)",
-        "                pass",
+        "dict(numbers_in(optimizer).items() - self._entered_with.items())",
+        "numbers_in(optimizer)",
+        "tests/joinables/test_state_at_end.py::test_optimizers_after_an_uneven_block",
+    ),
+    Mutant(
+        "joinables/state.py",
+        " | sampled(list(self._target.parameters()))",
+        "",
+        "tests/joinables/test_state.py::test_parameters_that_differ_are_an_error",
+    ),
+    Mutant(
+        "joinables/_torch/reducer.py",
+        'if ddp._get_ddp_logging_data().get("num_parameter_tensors") == len(synchronised):',
+        "if all(parameter.requires_grad for parameter in synchronised):",
+        "tests/joinables/ddp/test_unknown_parameters.py::test_a_parameter_that_is_not_reduced_is_an_error",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "        if not is_mean and memory_of(",
+        "        if False and memory_of(",
+        "tests/joinables/ddp/test_unknown_parameters.py::test_one_backward_of_modules_that_share_a_parameter_is_an_error",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "return {} if self._memory.is_local else sampled",
+        "return sampled",
+        "tests/joinables/ddp/test_even_blocks.py::test_ranks_with_as_many_local_steps_are_even",
+    ),
+    Mutant(
+        "joinables/state.py",
+        "            vars(optimizer).update(counters)",
+        "            pass",
         "tests/joinables/test_state.py::test_a_scheduler_that_is_not_listed_steps_after_a_block_without_data",
     ),
     Mutant(

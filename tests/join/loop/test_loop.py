@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import UserDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -677,6 +677,21 @@ def test_an_iterator_that_is_kept_after_a_break() -> None:
 
     expected = [(0, False)] + [(1, False)] * 4, [(0, False), (1, False)] + [(1, True)] * 3
     assert tuple(run_threads(2, run)) == expected
+
+
+@pytest.mark.parametrize("first", [list, len, lambda loop: next(iter(loop))])
+def test_a_loop_is_iterated_once(first: Callable[[Any], Any]) -> None:
+    def run(collective: ThreadCollective) -> str:
+        with Join([Counter(collective)]) as join:
+            loop = join.iterate(list(batches(collective.rank, 2 - 2 * collective.rank)))
+            first(loop)
+            try:
+                return f"{len(list(loop))} steps"
+            except JoinError as error:
+                return str(error)
+
+    told = "iterated a second time" if first is not len else "2 steps"
+    assert all(told in text for text in run_threads(2, run))
 
 
 @pytest.mark.parametrize("in_a_block_of_its_own", [False, True])

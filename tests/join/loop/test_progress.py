@@ -73,13 +73,13 @@ CONSUMERS: dict[str, Callable[[Iterable[Data]], Iterable[Data]]] = {
 }
 
 
-def reads_ahead(rank: int, consumer: str, how: str) -> str:
+def reads_ahead(rank: int, consumer: str, how: str, dummy: Any = "empty") -> str:
     trained: Any = shard() if how == "shard" else DistributedDataParallel(build(how))
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     try:
         with Join([trained, optimizer], divide_by_initial_world_size=False) as join:
             mine = [batch(rank, 0, step) for step in range(COUNTS[rank])]
-            for x, y in CONSUMERS[consumer](join.iterate(mine)):
+            for x, y in CONSUMERS[consumer](join.iterate(mine, dummy=dummy)):
                 optimizer.zero_grad()
                 join.scale(((trained(x) - y) ** 2).mean()).backward()
                 optimizer.step()
@@ -101,6 +101,12 @@ def test_a_consumer_that_reads_ahead_is_refused(ending: Ending, consumer: str, h
     for text in ending.run(reads_ahead, consumer, how):
         inside = "Move the prefetcher inside, as in for batch in join.iterate(prefetch(loader))"
         assert inside in text or (how == "shard" and "Loop over join.iterate" in text)  # it came after the loop
+
+
+@pytest.mark.parametrize("consumer", ["prefetch copies", "all at once"])
+def test_a_consumer_that_reads_dummies_with_samples_ahead_is_refused(ending: Ending, consumer: str) -> None:
+    for text in ending.run(reads_ahead, consumer, "mlp", "last"):
+        assert "Move the prefetcher inside" in text
 
 
 class Loop:

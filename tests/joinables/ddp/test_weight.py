@@ -146,6 +146,28 @@ def test_weight_that_is_set_after_the_forward(ending: Ending) -> None:
         assert "join.weight was set or unset between forward and backward. Set it before the forward" in text
 
 
+def weighs_another_loss(rank: int, how: str) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    try:
+        with Join([ddp]) as join:
+            for _ in range(2 - 2 * rank):
+                losses = list[torch.Tensor]()
+                for step in range(2):
+                    join.weight = 1 + step * (how != "equal")
+                    losses.append(join.scale(ddp(batch(rank, 0, step)[0]).pow(2).mean()))
+                    join.weight = 3 if how == "late" else join.weight
+                (losses[0] + losses[1] if how != "late" else losses[1]).backward()
+    except JoinError as error:
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize("how", ["equal", "late", "two losses"])
+def test_a_weight_that_is_not_the_weight_of_the_loss(ending: Ending, how: str) -> None:
+    for text in ending.run(weighs_another_loss, how, ranks=2):
+        assert text == "fine" if how == "equal" else "does not match the scaling of the loss" in text
+
+
 def keeps_gradients(rank: int, accumulate: int) -> list[torch.Tensor]:
     """Add one reduction's result to the last one's, as a loop does that calls ``zero_grad`` before the epoch only."""
     ddp = DistributedDataParallel(build("mlp"))

@@ -5,7 +5,8 @@ If the launcher starts the processes, the parent and each worker share the work 
     parent                                      worker
     pickles fn and args into a file
     binds a port, and starts the workers        maps the file
-    serves a store at that port                 meets the others; rank 0 removes the file
+    serves a store at that port                 asks the socket for its port, and closes its copy
+                                                meets the others at the store; rank 0 removes the file
     waits until the processes end               makes the process group
                                                 runs fn
                                                 rank 0 writes its result into a file
@@ -236,11 +237,10 @@ class Launcher:
                 (folder / f"spare-{rank}").write_bytes(bytes(_SPARE))
             start_method = "fork" if forks else self._start_method
             results = multiprocessing.get_context(start_method).SimpleQueue()
-            call = (fn, args, listening) if forks else None
-            port = listening.getsockname()[1]
-            job = _Job(ranks, self._options, threads, folder, self._worker_logs, results, port, call)
+            call = (fn, args) if forks else None
+            job = _Job(ranks, self._options, threads, folder, self._worker_logs, results, listening, call)
             try:
-                failures = _run(job, start_method, listening)
+                failures = _run(job, start_method)
                 if failures:
                     (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
                     if others:
@@ -268,10 +268,11 @@ class _Job:
         options: The options of the process group.
         worker_logs: The folder for the output of the workers, if it has one.
         results: The queue into which rank 0 puts one tuple: the name of the file with the result of ``fn``.
-        port: The port of the store. The store is served only after all workers are forked: a fork copies locks as they
-            are, and the store's thread takes a lock of the C library at each connection. Until then, connections wait.
-        call: ``fn``, its arguments and the socket of the port, for forked workers. Others read them from the file
-            ``call`` in ``folder``, with the settings of the parent.
+        listening: The socket of the store, which all workers inherit. The store is served only after all workers are
+            forked: a fork copies locks as they are, and the store's thread takes a lock of the C library at each
+            connection. Until then, connections wait.
+        call: ``fn`` and its arguments, for forked workers. Others read them from the file ``call`` in ``folder``, with
+            the settings of the parent.
     """
 
     world_size: int
@@ -280,8 +281,8 @@ class _Job:
     folder: Path
     worker_logs: Path | None
     results: Any
-    port: int
-    call: tuple[Callable[..., Any], tuple[Any, ...], socket.socket] | None
+    listening: socket.socket
+    call: tuple[Callable[..., Any], tuple[Any, ...]] | None
 
 
 # -- processes that a launcher has started ----------------------------------------------------------------------------
@@ -538,13 +539,13 @@ def _lose(result: Any, error: BaseException) -> None:
         result.lost(error)
 
 
-def _run(job: _Job, start_method: StartMethod, listening: socket.socket) -> list[_Failure]:
+def _run(job: _Job, start_method: StartMethod) -> list[_Failure]:
     """Start the workers, wait until all have ended, and return their failures; no worker is left running."""
     before = set(multiprocessing.active_children())
     try:
         start = cast("Any", torch.multiprocessing).start_processes
         started = start(_work, (job,), job.world_size, join=False, start_method=start_method)
-        store = local_store(listening)
+        store = local_store(job.listening)
         try:
             return _watch(started.processes, job.folder)
         finally:
@@ -620,9 +621,11 @@ def _work(rank: int, job: _Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(job.threads)
     try:
+        with job.listening:  # the copy of this process
+            address = job.listening.getsockname()
         output.begin(rank, job.folder, job.worker_logs)
         fn, args = _call_of(job)
-        store = fresh_store(dist.TCPStore(_LOOPBACK, job.port, is_master=False), rank, job.world_size)
+        store = fresh_store(dist.TCPStore(*address, is_master=False), rank, job.world_size)
         if rank == 0:  # all ranks have opened it, and it should not stay if the parent is killed
             (job.folder / "call").unlink(missing_ok=True)
         _as_rank(Place(rank, job.world_size, rank), store, job.options, _run_and_send, (job, rank, fn, args))
@@ -676,9 +679,7 @@ def _send(result: Any, folder: Path, cause: BaseException | None = None) -> None
 def _call_of(job: _Job) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the function of a job, and its arguments; a process that was not forked takes the parent's settings."""
     if job.call is not None:
-        fn, args, listening = job.call
-        listening.close()
-        return fn, args
+        return job.call
     try:
         fn, args, captured = torch.load(job.folder / "call", weights_only=False, mmap=True)
     except AttributeError as error:

@@ -142,7 +142,7 @@ class Launcher:
         backend: The backend of the process group.
         timeout: The timeout of the process group's collectives; torch's by default.
         worker_logs: The folder for the output of the processes that this launcher starts; ``None`` to write where this
-            process writes. Each line of a rank other than 0 then begins with the rank.
+            process writes. If there are several ranks, each line then begins with the rank.
         environment: The place of this process, if a launcher has started it; by default, the environment variables of
             torchrun, SLURM and MPI say whether one has.
 
@@ -623,7 +623,7 @@ def _work(rank: int, job: _Job) -> None:
     try:
         with job.listening:  # the copy of this process
             address = job.listening.getsockname()
-        output.begin(rank, job.folder, job.worker_logs)
+        output.begin(rank, job.world_size, job.folder, job.worker_logs)
         fn, args = _call_of(job)
         store = fresh_store(dist.TCPStore(*address, is_master=False), rank, job.world_size)
         if rank == 0:  # all ranks have opened it, and it should not stay if the parent is killed

@@ -132,7 +132,7 @@ class Trainer(TrainerState):
             the state of rank 0. The order of a loader with a ``generator`` is drawn from that generator.
         worker_logs: A folder for the output of the processes that the trainer starts. Each rank appends to two files,
             such as ``rank-1-stdout.log`` and ``rank-1-stderr.log``. By default, the processes write where this process
-            writes, and each line of a rank other than 0 begins with the rank.
+            writes, and each line begins with the rank if there are several.
         checkpoint_io: An object that saves, loads and removes checkpoints; by default, files of ``torch.save``.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pty
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from joinables.trainer import Trainer
+from joinables.trainer import Launcher, Trainer, output
 from tests.ending import Ending
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.selection import at_night
@@ -48,22 +49,35 @@ def talk(rank: int, **options: Any) -> None:
 
 def parts(text: str, rank: int) -> list[str]:
     """The lines of a rank, without its number."""
-    start = f"[rank {rank}] " if rank else ""
-    lines = [line for line in text.splitlines() if bool(rank) == line.startswith("[rank ") and line.startswith(start)]
-    return [line.removeprefix(start) for line in lines]
+    start = f"[rank {rank}] "
+    return [line.removeprefix(start) for line in text.splitlines() if line.startswith(start)]
 
 
 def test_each_line_has_its_rank(ending: Ending) -> None:
     (end,) = ending.ends(talk, **ALONE)
     assert end.code == 0, end.text
     stdout = end.text.removesuffix(end.stderr)
+    assert [line for line in stdout.splitlines() if line[0] != "["] == ["before", "after 1"]
+    assert all(line.startswith("[rank ") for line in end.stderr.splitlines())
     for rank in range(3):
-        of_caller = ["before"] * (rank == 0), ["after 1"] * (rank == 0)
-        assert parts(stdout, rank) == [*of_caller[0], f"a {rank} {'a' * 3000}", f"b {rank}", *of_caller[1]]
+        assert parts(stdout, rank) == [f"a {rank} {'a' * 3000}", f"b {rank}"]
         lines = parts(end.stderr, rank)
         assert lines[0] == f"c {rank}" and "endof all" in lines and "ranks" in lines
         assert sum(f"UserWarning: of rank {rank}" in line for line in lines) == 1
     assert end.stderr.count("UserWarning: of all") == 2, "twice on one rank"
+
+
+def test_a_bar_keeps_its_width() -> None:
+    written = io.StringIO()
+    lines = output._Lines(written, "[rank 0] ")
+    for part in (b"begin\n", b"\r 50%", b"\r100%\n", b"end\n"):
+        lines.write(part)
+    assert written.getvalue() == "[rank 0] begin\n\r 50%\r100%\n[rank 0] end\n"
+
+
+def test_a_single_rank_needs_no_number(capfd: pytest.CaptureFixture[str]) -> None:
+    Launcher(1, start_method="fork").launch(print, "line")
+    assert capfd.readouterr().out == "line\n"
 
 
 def in_folder(rank: int, folder: str) -> None:
@@ -111,7 +125,7 @@ def is_killed(rank: int, folder: str | None) -> None:
 def test_a_killed_rank_loses_no_line(ending: Ending, tmp_path: Path) -> None:
     (here,) = ending.ends(is_killed, None, **ALONE)
     assert "WorkerDied: Rank 1 was killed by SIGKILL" in here.error
-    assert {"last line of 0", "[rank 1] last line of 1"} <= set(here.text.splitlines())
+    assert {"[rank 0] last line of 0", "[rank 1] last line of 1"} <= set(here.text.splitlines())
     (end,) = ending.ends(is_killed, str(tmp_path), **ALONE)
     assert "WorkerDied" in end.error and "last line" not in end.text
     assert (tmp_path / "rank-1-stdout.log").read_text() == "last line of 1\n"
@@ -138,7 +152,7 @@ def test_rank_0_in_a_terminal(ending: Ending) -> None:
     controlling, terminal = pty.openpty()
     os.write(controlling, b"yes\n")
     (end,) = ending.ends(asks, os.ttyname(terminal), **ALONE)
-    assert (end.code, os.read(controlling, 1000)) == (0, b"yes\r\n(Pdb) answer yes True True\r\n"), end.text
+    assert (end.code, os.read(controlling, 1000)) == (0, b"yes\r\n[rank 0] (Pdb) answer yes True True\r\n"), end.text
     os.close(terminal)
     os.close(controlling)
 

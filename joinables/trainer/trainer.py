@@ -120,9 +120,9 @@ class Trainer(TrainerState):
         callbacks: Objects that are called at certain points of a run.
         default_root_dir: The folder for files; by default, the current directory.
         logger: A logger or several, which receive the metrics: ``CSVLogger``, ``TensorBoardLogger``, a logger of
-            Lightning, or any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. ``None`` is a
-            ``CSVLogger`` if ``default_root_dir`` is set, and no logger otherwise. ``True`` is a ``CSVLogger``, and
-            ``False`` no logger.
+            Lightning, or any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. ``True`` is a
+            ``CSVLogger``, and ``False`` no logger. ``None`` is a ``CSVLogger``, too, but a warning says if it cannot
+            write, and the run continues.
         log_every_n_steps: The number of optimizer steps between the values of single steps that loggers receive; 0 for
             none.
         enable_progress_bar: Whether rank 0 shows its progress on stderr; by default, if stderr is a terminal or this is
@@ -184,7 +184,7 @@ class Trainer(TrainerState):
         self.max_steps, self.seed, self.uneven = max_steps, seed, uneven
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
         shows = is_watched() if enable_progress_bar is None else enable_progress_bar
-        logs = Logs(loggers_of(logger, has_folder=default_root_dir is not None), log_every_n_steps, tells=shows)
+        logs = Logs(loggers_of(logger), log_every_n_steps, may_fail=logger is None)
         self.callbacks = _in_order(callbacks, [*[ProgressBar()] * shows, *[logs] * bool(logs.loggers)])
         self.default_root_dir = Path(default_root_dir or ".").absolute()
         self.metrics = {}

@@ -19,6 +19,7 @@ import pytest
 from joinables.trainer import Launcher, Trainer, output
 from tests.ending import Ending
 from tests.joinables.trainer.modules import Classifier, loader
+from tests.scripts import ROOT
 from tests.selection import at_night
 
 ALONE: dict[str, Any] = {"ranks": 1, "group": False, "tidies": False}
@@ -43,7 +44,7 @@ def talk(rank: int, **options: Any) -> None:
     warnings.simplefilter("always")
     print("before")
     data = loader(12, 6)
-    Trainer(devices=3, strategy="ddp_fork", **options).fit(Talks(), data)
+    Trainer(devices=3, strategy="ddp_fork", logger=False, **options).fit(Talks(), data)
     print("after", threading.active_count())
 
 
@@ -82,7 +83,7 @@ def test_a_single_rank_needs_no_number(capfd: pytest.CaptureFixture[str]) -> Non
 
 def in_folder(rank: int, folder: str) -> None:
     talk(rank, worker_logs=folder, enable_progress_bar=True)
-    Trainer(devices=3, strategy="ddp_fork", worker_logs=folder).validate(Talks(), loader(12, 6))
+    Trainer(devices=3, strategy="ddp_fork", logger=False, worker_logs=folder).validate(Talks(), loader(12, 6))
 
 
 def test_files(ending: Ending, tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ class IsKilled(Classifier):
 
 
 def is_killed(rank: int, folder: str | None) -> None:
-    Trainer(devices=2, strategy="ddp_fork", worker_logs=folder).fit(IsKilled(), loader(12, 6))
+    Trainer(devices=2, strategy="ddp_fork", logger=False, worker_logs=folder).fit(IsKilled(), loader(12, 6))
 
 
 def test_a_killed_rank_loses_no_line(ending: Ending, tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def asks(rank: int, terminal: str) -> None:
     for number in range(3):
         os.dup2(os.open(terminal, os.O_RDWR), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    Trainer(devices=2, strategy="ddp_fork", enable_progress_bar=False).fit(Asks(), loader(12, 6))
+    Trainer(devices=2, strategy="ddp_fork", enable_progress_bar=False, logger=False).fit(Asks(), loader(12, 6))
 
 
 def test_rank_0_in_a_terminal(ending: Ending) -> None:
@@ -161,7 +162,7 @@ SCRIPT = """
 from tests.joinables.trainer.test_output import Talks, Trainer, loader
 
 if __name__ == "__main__":
-    Trainer(devices=2).fit(Talks(), loader(12, 6))
+    Trainer(devices=2, logger=False).fit(Talks(), loader(12, 6))
 """
 
 
@@ -169,7 +170,7 @@ if __name__ == "__main__":
 def test_spawned(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py")]
-    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=True)
     assert parts(ended.stdout, 1) == [f"a 1 {'a' * 3000} ", "b 1"]
     assert ended.stderr.count("UserWarning: of all") == 1 and "UserWarning: of rank 1" in ended.stderr

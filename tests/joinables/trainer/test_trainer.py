@@ -38,6 +38,7 @@ from joinables.trainer import (
 from joinables.trainer.checkpoint import read_checkpoint
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.models import TOLERANCE, assert_same, flat_state
+from tests.scripts import ROOT
 from tests.selection import ALL
 
 
@@ -265,7 +266,7 @@ def test_ctrl_c(tmp_path: Path, start_method: str) -> None:
     script, begun, folder = tmp_path / "script.py", tmp_path / "begun", tmp_path / "left"
     script.write_text(INTERRUPTED)
     folder.mkdir()
-    environ = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.getcwd()}
+    environ = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     keyboard, terminal = pty.openpty()
     before = termios.tcgetattr(terminal)
     parent = subprocess.Popen(
@@ -402,7 +403,7 @@ def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
     trainer = Trainer(max_epochs=2, callbacks=ModelCheckpoint(tmp_path))
     module = Classifier()
     trainer.fit(module, loader())
-    path = trainer.callbacks[0].best_model_path  # pyright: ignore[reportAttributeAccessIssue]
+    path = trainer.callbacks[-1].best_model_path  # pyright: ignore[reportAttributeAccessIssue]
     tested = trainer.test(module, loader(20))
     restored = Classifier()
     assert Trainer().test(restored, loader(20), ckpt_path=path) == tested

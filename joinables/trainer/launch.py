@@ -28,9 +28,10 @@ Everything that may be long goes through a file. The tuple in the queue is short
 full while its reader waits for the writer to end. A report is complete or missing if its writer is killed. Space for a
 short report is reserved before the workers start, so a failure can be reported, shortened, even if the disk is full.
 
-A result with a method ``lost`` may hold hours of work. An exception of ``fn`` may have such a result, too, as an
-attribute :data:`RESULT`. If the launch fails although the file of a result is complete, the parent calls this method
-with the exception that it raises. While rank 0 writes this file, it is not ended for the failure of another rank.
+A result may hold hours of work, and an exception of ``fn`` may have one, too, as an attribute :data:`RESULT`. If the
+launch fails although the file of a result is complete, the exception that the parent raises has the result as this
+attribute. While rank 0 writes this file, it is not ended for the failure of another rank. If a result cannot be sent,
+rank 0 calls the result's method ``lost``, if it has one, with the exception.
 
 Files are mapped and not copied: all workers share the tensors of the call in memory until they change them.
 
@@ -249,7 +250,7 @@ class Launcher:
                     raise error
             except BaseException as error:  # of another rank, after rank 0 has returned, or Ctrl-C
                 if (folder / "result").exists():
-                    _lose(_read(folder / "result"), error)
+                    vars(error)[RESULT] = _read(folder / "result")
                 raise
             (result,) = results.get()
             return _read(folder / result)
@@ -533,12 +534,6 @@ def _read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
 
-def _lose(result: Any, error: BaseException) -> None:
-    """Have a result keep itself where ``error`` says, since the process that asked for it does not receive it."""
-    if hasattr(result, "lost"):
-        result.lost(error)
-
-
 def _run(job: _Job, start_method: StartMethod) -> list[_Failure]:
     """Start the workers, wait until all have ended, and return their failures; no worker is left running."""
     before = set(multiprocessing.active_children())
@@ -671,7 +666,8 @@ def _send(result: Any, folder: Path, cause: BaseException | None = None) -> None
         _read(folder / "result")
     except BaseException as error:
         (folder / "result").unlink(missing_ok=True)
-        _lose(result, cause or error)  # the last process that has the result ends here
+        if hasattr(result, "lost"):
+            result.lost(cause or error)  # the last process that has the result ends here
         if cause is None:
             raise
 

@@ -292,27 +292,34 @@ class Trainer(TrainerState):
         if stage == "fit":
             self._begin(module)
             saved = saved or self._last_state
-        before = self.epochs, self.global_step
-        with temporary_folder() as folder:
-            seed = order_seed(loaders.get("train_loader"), self.seed)
-            task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
-            try:
-                result, state, home, extras = self.strategy.launch(
-                    self.world_size, self._accelerator, work, self, module, loaders, task
-                )
-            except BaseException:
-                for index, callback in enumerate(self.callbacks):
-                    if (path := Path(folder, f"callback-{index}")).exists():
-                        callback.load_state_dict(torch.load(path, weights_only=False))
-                self.epochs, self.global_step = before
-                raise
+        before, outcome = (self.epochs, self.global_step), None
+        try:
+            with temporary_folder() as folder:
+                seed = order_seed(loaders.get("train_loader"), self.seed)
+                task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
+                try:
+                    outcome = self.strategy.launch(
+                        self.world_size, self._accelerator, work, self, module, loaders, task
+                    )
+                except BaseException:
+                    for index, callback in enumerate(self.callbacks):
+                        if (path := Path(folder, f"callback-{index}")).exists():
+                            callback.load_state_dict(torch.load(path, weights_only=False))
+                    self.epochs, self.global_step = before
+                    raise
+            return self._receive(module, outcome)
+        except BaseException as error:
+            outcome = vars(error).pop(RESULT, outcome)
+            if outcome is not None and outcome.state is not None:
+                self._rescue.keep(error, outcome.state)
+            raise
+
+    def _receive(self, module: TrainModule, outcome: Outcome) -> Result:
+        """Bring the outcome of rank 0 into this process, and return its result."""
+        result, state, home, extras, _ = outcome
+        assert result is not None
         if home is not None:
-            try:
-                self._load_home(module, result, home, state)
-            except BaseException as error:
-                if state is not None:
-                    self._rescue.keep(error, state)
-                raise
+            self._load_home(module, result, home, state)
         if state is not None:
             kept = {name: value for name, value in state.items() if name != "module"}
             # The tensors are copied, since the optimizer of the next fit would change them.
@@ -535,19 +542,21 @@ class Outcome(NamedTuple):
     Attributes:
         result: The result; ``None`` if the run has raised after the training.
         state: The snapshot of a fit on rank 0.
-        home: The weights, the random state and the rescue of the weights, if another process asked for them.
+        home: The weights and the random state, if another process asked for them.
         extras: The results of the hook ``results_to_return`` on rank 0: the module's, and a dict with the callbacks'.
+        folder: The folder for the weights if the outcome cannot be sent.
     """
 
     result: Result | None
     state: dict[str, Any] | None
     home: dict[str, Any] | None
     extras: tuple[Any, dict[str, Any]] | None
+    folder: Path
 
     def lost(self, error: BaseException) -> None:
-        """Keep the trained weights, since the process that started the run does not receive the outcome."""
-        if self.state is not None and self.home is not None:
-            self.home["rescue"].keep(error, self.state)
+        """Keep the trained weights in a file, since the process that started the run does not receive the outcome."""
+        if self.state is not None:
+            Rescue(self.folder, FileCheckpointIO()).keep(error, self.state)
 
 
 def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Outcome:
@@ -564,7 +573,7 @@ def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task
         try:
             strategy.teardown()
         except BaseException as error:  # of the user's own strategy; the module is trained
-            if outcome is not None and outcome.home is not None:
+            if outcome is not None and outcome.state is not None:
                 vars(error)[RESULT] = outcome
             raise
         finally:
@@ -575,19 +584,16 @@ def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task
 def _work(
     trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task, device: torch.device
 ) -> Outcome:
-    is_at_home, rescue = os.getpid() == task.home, trainer._rescue  # pyright: ignore[reportPrivateUsage]
+    is_at_home = os.getpid() == task.home
     if not is_at_home:
         rng.start_from(task.random)
     run = (Fit if task.stage == "fit" else Run)(trainer, module, task, device)
     try:
         return _outcome(run, trainer, module, loaders, is_at_home=is_at_home)
     except BaseException as error:
-        if not is_at_home and isinstance(run, Fit) and run.trained is not None and run.collective.rank == 0:
+        if isinstance(run, Fit) and run.trained is not None and run.collective.rank == 0:
             state = run.trained or weights_only(module, trainer)
-            if type(rescue.io) is FileCheckpointIO:
-                vars(error)[RESULT] = Outcome(None, state, {"rescue": rescue}, None)
-            else:  # which does not travel
-                rescue.keep(error, state)
+            vars(error)[RESULT] = Outcome(None, state, None, None, trainer.default_root_dir)
         raise
 
 
@@ -627,10 +633,9 @@ def _outcome(
         **outputs,
     )
     if is_at_home or run.collective.rank != 0:
-        return Outcome(result, state, None, extras)
+        return Outcome(result, state, None, extras, trainer.default_root_dir)
     weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
-    rescue = trainer._rescue  # pyright: ignore[reportPrivateUsage]
-    return Outcome(result, state, {"module": weights, "random": rng.capture(), "rescue": rescue}, extras)
+    return Outcome(result, state, {"module": weights, "random": rng.capture()}, extras, trainer.default_root_dir)
 
 
 @contextmanager

@@ -50,25 +50,26 @@ _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat1
 _SHORTER = "Pass loaders over torch.utils.data.Subset(dataset, range(n))"
 _ELSEWHERE = {
     **dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches"), _SHORTER),
-    "fast_dev_run": f"Pass max_epochs=1 and logger=False. {_SHORTER}",
+    "fast_dev_run": f"Pass Trainer(max_epochs=1, logger=False). {_SHORTER}",
     "val_check_interval": "Validation follows each epoch. Shorten epochs with torch.utils.data.Subset",
     "check_val_every_n_epoch": "Validation follows each epoch. Train on torch.utils.data.ConcatDataset([dataset] * n)",
     "num_sanity_val_steps": "Remove it, and call validate(module, loader) before fit",
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_train_start",
     "deterministic": "Call torch.use_deterministic_algorithms(True) in on_train_start",
-    "plugins": "Pass DDPStrategy(cluster_environment=...) as strategy, or Trainer(checkpoint_io=...)",
+    "plugins": "Pass Trainer(strategy=DDPStrategy(cluster_environment=...)) or Trainer(checkpoint_io=...)",
     "sync_batchnorm": "Write a loop over join.iterate",
     "max_time": "Set trainer.should_stop = True in a callback's on_train_epoch_end",
     "min_epochs": "Set trainer.should_stop = False in on_train_epoch_end of a callback after EarlyStopping",
     "enable_checkpointing": "Remove it. Only a ModelCheckpoint in callbacks= writes checkpoints",
     "enable_model_summary": "Remove it. The trainer prints no summary, and print(module) prints one",
     "use_distributed_sampler": "Remove it. A sampler with an attribute num_replicas distributes its samples itself",
-    "train_dataloaders": "Pass the loader as train_loader",
-    "val_dataloaders": "Pass the loader as val_loader",
-    "dataloaders": "Pass the loader as loader",
-    "datamodule": "Pass loaders. Call its methods prepare_data, setup and train_dataloader for them",
+    **dict.fromkeys(("train_dataloaders", "val_dataloaders", "dataloaders"), "Pass loaders as {}"),
+    "datamodule": "Pass loaders as {}. Call its methods prepare_data, setup and train_dataloader for them",
 }
-"""Arguments of Lightning's ``Trainer`` and its methods that this one does not have, and what to do instead."""
+"""Arguments of Lightning's ``Trainer`` and its methods that this one does not have, and what to do instead.
+
+Braces stand for the names of the loaders of the method that was called.
+"""
 
 
 @dataclass(frozen=True)
@@ -465,10 +466,12 @@ class Trainer(TrainerState):
 
 def _refuse_unknown(called: Callable[..., Any], names: Iterable[str]) -> None:
     """Raise a ``TypeError`` for the first name, which is not an argument of the class or method that was called."""
+    known = [*inspect.signature(called).parameters][:-1]
+    loaders = " and ".join(each for each in known if "loader" in each) or "arguments of fit, validate, test or predict"
     for name in names:
-        hint = _ELSEWHERE.get(name, f"Use one of {', '.join([*inspect.signature(called).parameters][:-1])}")
+        instead = _ELSEWHERE.get(name, f"Use one of {', '.join(known)}").format(loaders)
         #: For an argument of Lightning's Trainer, do what the message says. Otherwise pass an argument that it lists.
-        raise TypeError(f"{called.__name__} has no argument {name!r}. {hint}. [J643]")
+        raise TypeError(f"{called.__name__} has no argument {name!r}. {instead}. [J643]")
 
 
 def _checked_loader(name: str, loader: Any) -> Any:

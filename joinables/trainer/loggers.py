@@ -180,7 +180,7 @@ class Logs(Callback):
     Args:
         loggers: The loggers.
         every: The number of optimizer steps between values of single steps; 0 for none.
-        may_fail: Whether a log that cannot be written raises no error: then a warning says so, and the run goes on.
+        may_fail: Whether the run continues without a log, after a warning, if the log cannot be written.
     """
 
     def __init__(self, loggers: Sequence[Any], every: int, *, may_fail: bool) -> None:
@@ -210,7 +210,7 @@ class Logs(Callback):
 
     @contextmanager
     def _failing(self) -> Generator[None]:
-        """Return a context in which the log is given up if it cannot be written and may fail."""
+        """Return a context that ends the log, with a warning, if the log may fail and cannot be written."""
         try:
             yield
         except OSError as error:

@@ -68,7 +68,7 @@ _ELSEWHERE = {
 }
 """Arguments of Lightning's ``Trainer`` and its methods that this one does not have, and what to do instead.
 
-Braces stand for the names of the loaders of the method that was called.
+The names of the loaders of the called method replace braces.
 """
 
 

@@ -104,7 +104,7 @@ class TrainModule(torch.nn.Module):
 
         Override it if the trainer counts wrong. By default, it counts the elements of the data set that a
         ``DataLoader`` puts into the batch. For other loaders, and if no tensor of the batch has that length, it counts
-        the rows of the first tensor. Without tensors, it asks an object for ``num_graphs`` or its length.
+        the rows of the first tensor. Without tensors, it asks objects for ``num_graphs`` or their length.
         """
 
     # -- hooks that a user may override -------------------------------------------------------------------------------

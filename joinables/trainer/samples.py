@@ -61,8 +61,8 @@ class SampleCounter:
 
     def _ask(self, batch: Any) -> int:
         """Return the number of samples that an object without tensors says it has; 1 for numbers and texts."""
-        leaves = pytree.tree_leaves(batch, is_leaf=is_movable)
-        objects = [leaf for leaf in leaves if not isinstance(leaf, (Number, str, bytes, type(None)))]
+        leaves, plain = pytree.tree_leaves(batch, is_leaf=is_movable), (torch.Tensor, Number, str, bytes, type(None))
+        objects = [leaf for leaf in leaves if not isinstance(leaf, plain)]
         counts = (getattr(each, "num_graphs", None) or length_of(each) for each in objects)
         if (count := next((count for count in counts if count is not None), None)) is None and objects:
             raise TypeError(

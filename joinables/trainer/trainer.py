@@ -49,7 +49,7 @@ _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat1
 
 _SHORTER = "Pass loaders over torch.utils.data.Subset(dataset, range(n))"
 _ELSEWHERE = {
-    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches"), _SHORTER),
+    **{f"limit_{stage}_batches": _SHORTER for stage in ("train", "val", "test", "predict")},
     "fast_dev_run": f"Pass Trainer(max_epochs=1, logger=False). {_SHORTER}",
     "val_check_interval": "Validation follows each epoch. Shorten epochs with torch.utils.data.Subset",
     "check_val_every_n_epoch": "Validation follows each epoch. Train on torch.utils.data.ConcatDataset([dataset] * n)",

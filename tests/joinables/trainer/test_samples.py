@@ -110,7 +110,7 @@ def test_a_count_that_nothing_shows() -> None:
 @pytest.mark.parametrize("batch", [(np.ones((5, 2)), np.ones(5)), (3, range(5)), {"x": [None, np.ones(5)]}])
 def test_objects_that_are_not_moved_are_asked_too(batch: Any) -> None:
     assert SampleCounter(Fits(), [])(batch, 0) == 5
-    assert SampleCounter(Fits(), [])((None, 3, 0.5, "text"), 0) == 1
+    assert SampleCounter(Fits(), [])((None, 3, 0.5, "text", torch.tensor(3)), 0) == 1
 
 
 def test_objects_are_moved() -> None:

@@ -93,7 +93,8 @@ class Silent(Classifier):
 def test_without_values_nothing_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Trainer(logger=False).fit(Classifier(), loader(12))
     Trainer().predict(Classifier(), loader(12))
-    for options in ({}, {"default_root_dir": tmp_path / "root"}, {"devices": 2}):
+    each: list[dict[str, Any]] = [{}, {"default_root_dir": tmp_path / "root"}, {"devices": 2}]
+    for options in each:
         Trainer(**options).fit(Silent(), loader(12), loader(12))
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")

@@ -504,7 +504,7 @@ def test_the_loaders_of_the_method_that_was_called(name: str) -> None:
         with pytest.raises(TypeError, match=rf"^{called.__name__} has no argument '{name}'\. Pass loaders as {own}\."):
             called(Classifier(), **{name: loader(12)})
     with pytest.raises(TypeError, match=r"Pass loaders as arguments of fit, validate, test or predict\."):
-        Trainer(**{name: loader(12)})
+        cast("Any", Trainer)(**{name: loader(12)})
 
 
 class WithoutSignature(Classifier):

@@ -100,6 +100,16 @@ def test_without_values_nothing_is_written(tmp_path: Path, capfd: pytest.Capture
     assert capfd.readouterr() == ("", "")
 
 
+def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "version_0").symlink_to("nowhere")
+    loggers = [CSVLogger(tmp_path) for _ in range(2)]
+    assert [each.open(tmp_path, 0, 0).name for each in loggers] == ["version_1", "version_2"]
+    loggers[0].tidy()
+    loggers[1].log_metrics({"loss": 1.0}, 1)
+    loggers[1].tidy()
+    assert [each.log_dir for each in loggers] == [None, tmp_path / "version_2"]
+
+
 class Loses(Classifier):
     """Loses its log in the first epoch."""
 

@@ -117,7 +117,7 @@ def by_hand(loader: Any) -> tuple[float, float]:
 
 def by_trainer(loader: Any) -> tuple[float, float]:
     watch = Stopwatch()
-    Trainer(devices=WORLD_SIZE, strategy=InPlace(), callbacks=Ticks(watch)).fit(Perceptron(), loader)
+    Trainer(devices=WORLD_SIZE, strategy=InPlace(), callbacks=Ticks(watch), logger=False).fit(Perceptron(), loader)
     return watch.per_step()
 
 
@@ -145,7 +145,8 @@ def timed(call: Callable[[], object]) -> float:
 def fit_nothing(width: int) -> tuple[float, float]:
     """Return the time of a fit without steps, and the time from the end of its training."""
     end = EndOfTraining()
-    trainer, module, empty = Trainer(devices=WORLD_SIZE, max_epochs=0, callbacks=end), Perceptron(width), data(0)
+    trainer = Trainer(devices=WORLD_SIZE, max_epochs=0, callbacks=end, logger=False)
+    module, empty = Perceptron(width), data(0)
     whole = timed(lambda: trainer.fit(module, empty))
     return whole, time.time() - end.at
 

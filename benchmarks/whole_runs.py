@@ -29,11 +29,11 @@ from common import save, table
 HEADS = {
     "Trainer": """
 from joinables.trainer import Trainer, TrainModule as Base
-OPTIONS = dict(strategy="ddp")
+OPTIONS = dict(strategy="ddp", logger=False)
 """,
     "Trainer, ddp_fork": """
 from joinables.trainer import Trainer, TrainModule as Base
-OPTIONS = dict(strategy="ddp_fork")
+OPTIONS = dict(strategy="ddp_fork", logger=False)
 """,
     "Lightning": """
 import logging, warnings

@@ -55,7 +55,7 @@ def compare(ranks: Sequence[Record] | str, reference: Record, reports: Sequence[
         status="finished",
         parameter_difference=max((flat_parameters(model) - parameters).abs().max().item() for model in models),
         buffer_difference=max((flat_buffers(model) - buffers).abs().max().item() for model in models),
-        accuracy=Trainer(accelerator="cpu").validate(models[0], DataLoader(load()[1], 64))[0]["accuracy"],
+        accuracy=Trainer(accelerator="cpu", logger=False).validate(models[0], DataLoader(load()[1], 64))[0]["accuracy"],
         losses=losses,
         drift=drift,
         reports=list(reports),

@@ -38,7 +38,7 @@ def train_alone(epochs: int) -> tuple[Recorder, float]:
     """Train in this process; return the recorder and the accuracy on the validation images."""
     digits, validation = load()
     recorder = Recorder(STEPS)
-    trainer = Trainer(devices=1, accelerator="cpu", max_epochs=epochs, callbacks=recorder)
+    trainer = Trainer(devices=1, accelerator="cpu", max_epochs=epochs, callbacks=recorder, logger=False)
     training = DataLoader(digits, batch_sampler=AllShards())
     result = trainer.fit(OneProcess(), training, DataLoader(validation, 64))
     return recorder, result.callback_metrics["accuracy"]

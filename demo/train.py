@@ -38,7 +38,7 @@ def train(epochs: int = 3, strategy: str = "ddp", callbacks: Callback | None = N
     """Train on ranks with 14, 44, 0 and 30 batches. The code is the same as for even ranks."""
     trainer = Trainer(
         devices=len(BATCHES), accelerator="cpu", strategy=strategy, max_epochs=epochs,
-        callbacks=callbacks,
+        callbacks=callbacks, logger=False,
     )  # fmt: skip
     digits, validation = load()
     return trainer.fit(Digits(), DataLoader(digits, BATCH_SIZE, sampler=Shard()), DataLoader(validation, 64))

@@ -46,7 +46,7 @@ def executed(notebook: Path, folder: Path) -> Any:
         capture_output=True,
         text=True,
         timeout=200,
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **{name: str(folder / name) for name in folders}},
         check=False,
     )
@@ -64,6 +64,8 @@ def test_a_regression_of_a_user(short_path: Path) -> None:
     assert {output["name"] for output in screen} == {"stderr"}
     bars = "".join("".join(output["text"]) for output in screen)
     assert "\x1b[A" not in bars and "Warning" not in bars
+    bars, _, log = bars.partition("Logged to ")
+    assert log == f"{short_path}/logs/csv/version_0\n"
     last = bars.rstrip().rpartition("\r")[2]
     assert re.fullmatch(r"Epoch \d+: 100%.* 11/11 \[.*, loss=0\.\d+, val_loss=0\.\d+\]", last), last
     told = "".join(result["data"]["text/plain"])
@@ -109,10 +111,10 @@ def test_forked_ranks_run_functions_of_a_notebook(short_path: Path) -> None:
 
 
 def shown(notebook: Any) -> list[str]:
-    """What the cells show: text without what differs between machines, or that it is a picture."""
+    """What the cells show: text without what differs between machines, or that it is a picture; no progress bars."""
     found: list[str] = []
     for cell in notebook["cells"]:
-        for output in cell.get("outputs", []):
+        for output in (each for each in cell.get("outputs", []) if each.get("name") != "stderr"):
             data = output.get("data", {})
             text = "a picture" if "image/png" in data else "".join(data.get("text/plain", output.get("text", "")))
             found.append(" ".join(re.sub(r"\d+\.\d+(e-\d+| s|%)?", "", text).split()))

@@ -16,7 +16,7 @@ import pytest
 
 from docs.outputs import output_of, scripts
 from tests.ending import Ending
-from tests.scripts import as_script, run_forked
+from tests.scripts import as_script, complaints, run_forked
 from tests.selection import ALL, at_night
 from tests.versions import own_lines
 
@@ -34,7 +34,7 @@ def run(*args: str, timeout: float = 110, **environment: str) -> str:
         env={**os.environ, **environment},
         check=False,
     )
-    assert (result.returncode, result.stderr) == (0, ""), result.stdout
+    assert (result.returncode, complaints(result.stderr)) == (0, ""), result.stdout
     return own_lines(result.stdout)
 
 

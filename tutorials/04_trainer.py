@@ -50,7 +50,7 @@ if __name__ == "__main__":
     training, validation = digits()
 
     module = Digits()
-    trainer = Trainer(devices=2, accelerator="cpu", max_epochs=3, seed=0)
+    trainer = Trainer(devices=2, accelerator="cpu", max_epochs=3, logger=False, seed=0)
     result = trainer.fit(module, DataLoader(training, 16, shuffle=True), DataLoader(validation, 16))
     print(
         "Two processes. The last epoch: `steps` counts a rank's own steps, `shadowed` the other's that it shadowed:\n"
@@ -60,7 +60,8 @@ if __name__ == "__main__":
 
     # A single process. A batch of 32 has the samples of two batches of 16, one from each rank.
     alone = Digits()
-    Trainer(devices=1, accelerator="cpu", max_epochs=3, seed=0).fit(alone, DataLoader(training, 32, shuffle=True))
+    single = Trainer(devices=1, accelerator="cpu", max_epochs=3, logger=False, seed=0)
+    single.fit(alone, DataLoader(training, 32, shuffle=True))
     weights = [parameters_to_vector(each.parameters()) for each in (module, alone)]
     difference = (weights[0] - weights[1]).abs().max().item()
     print(f"\nThe weights are back in this process. They differ from those of one process by {difference:.0e}.")

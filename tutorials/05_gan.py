@@ -66,7 +66,7 @@ if __name__ == "__main__":
     gan = Gan()
     before = draw(gan)
     # 1300 numbers are 21 batches: 11 for rank 0, 10 for rank 1. Each rank derives its own random numbers from `seed`.
-    trainer = Trainer(devices=2, accelerator="cpu", max_epochs=60, seed=0)
+    trainer = Trainer(devices=2, accelerator="cpu", max_epochs=60, logger=False, seed=0)
     result = trainer.fit(gan, DataLoader(TensorDataset(real), 64, shuffle=True))
     after = draw(gan)
 

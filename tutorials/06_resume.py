@@ -50,7 +50,7 @@ def fit(*callbacks: Callback, ckpt_path: Path | None = None) -> tuple[torch.Tens
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     loader = DataLoader(TensorDataset(images[:1000].float() / 16, labels[:1000]), 16, shuffle=True)
     module = Digits()
-    trainer = Trainer(devices=2, accelerator="cpu", max_epochs=2, seed=0, callbacks=callbacks)
+    trainer = Trainer(devices=2, accelerator="cpu", max_epochs=2, logger=False, seed=0, callbacks=callbacks)
     result = trainer.fit(module, loader, ckpt_path=ckpt_path)
     return parameters_to_vector(module.parameters()), result.callback_metrics["loss"]
 

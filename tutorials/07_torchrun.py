@@ -50,7 +50,7 @@ if __name__ == "__main__":
     validation = TensorDataset(images[1000:].float() / 16, labels[1000:])
 
     module = Digits()
-    trainer = Trainer(devices=2, accelerator="cpu", max_epochs=3, seed=0)
+    trainer = Trainer(devices=2, accelerator="cpu", max_epochs=3, logger=False, seed=0)
     result = trainer.fit(module, DataLoader(training, 16, shuffle=True), DataLoader(validation, 16))
 
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the trainer"

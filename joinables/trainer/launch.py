@@ -5,7 +5,8 @@ If the launcher starts the processes, the parent and each worker share the work 
     parent                                      worker
     pickles fn and args into a file
     binds a port, and starts the workers        maps the file
-    serves a store at that port                 meets the others; rank 0 removes the file
+    serves a store at that port                 asks the socket for its port, and closes its copy
+                                                meets the others at the store; rank 0 removes the file
     waits until the processes end               makes the process group
                                                 runs fn
                                                 rank 0 writes its result into a file
@@ -27,9 +28,10 @@ Everything that may be long goes through a file. The tuple in the queue is short
 full while its reader waits for the writer to end. A report is complete or missing if its writer is killed. Space for a
 short report is reserved before the workers start, so a failure can be reported, shortened, even if the disk is full.
 
-A result with a method ``lost`` may hold hours of work. An exception of ``fn`` may have such a result, too, as an
-attribute :data:`RESULT`. If the launch fails although the file of a result is complete, the parent calls this method
-with the exception that it raises. While rank 0 writes this file, it is not ended for the failure of another rank.
+A result may hold hours of work, and an exception of ``fn`` may have one, too, as an attribute :data:`RESULT`. If the
+launch fails although the file of a result is complete, the exception that the parent raises has the result as this
+attribute. While rank 0 writes this file, it is not ended for the failure of another rank. If a result cannot be sent,
+rank 0 calls the result's method ``lost``, if it has one, with the exception.
 
 Files are mapped and not copied: all workers share the tensors of the call in memory until they change them.
 
@@ -141,7 +143,7 @@ class Launcher:
         backend: The backend of the process group.
         timeout: The timeout of the process group's collectives; torch's by default.
         worker_logs: The folder for the output of the processes that this launcher starts; ``None`` to write where this
-            process writes. Each line of a rank other than 0 then begins with the rank.
+            process writes. If there are several ranks, each line then begins with the rank.
         environment: The place of this process, if a launcher has started it; by default, the environment variables of
             torchrun, SLURM and MPI say whether one has.
 
@@ -236,11 +238,10 @@ class Launcher:
                 (folder / f"spare-{rank}").write_bytes(bytes(_SPARE))
             start_method = "fork" if forks else self._start_method
             results = multiprocessing.get_context(start_method).SimpleQueue()
-            call = (fn, args, listening) if forks else None
-            port = listening.getsockname()[1]
-            job = _Job(ranks, self._options, threads, folder, self._worker_logs, results, port, call)
+            call = (fn, args) if forks else None
+            job = _Job(ranks, self._options, threads, folder, self._worker_logs, results, listening, call)
             try:
-                failures = _run(job, start_method, listening)
+                failures = _run(job, start_method)
                 if failures:
                     (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
                     if others:
@@ -249,7 +250,7 @@ class Launcher:
                     raise error
             except BaseException as error:  # of another rank, after rank 0 has returned, or Ctrl-C
                 if (folder / "result").exists():
-                    _lose(_read(folder / "result"), error)
+                    vars(error)[RESULT] = _read(folder / "result")
                 raise
             (result,) = results.get()
             return _read(folder / result)
@@ -268,10 +269,11 @@ class _Job:
         options: The options of the process group.
         worker_logs: The folder for the output of the workers, if it has one.
         results: The queue into which rank 0 puts one tuple: the name of the file with the result of ``fn``.
-        port: The port of the store. The store is served only after all workers are forked: a fork copies locks as they
-            are, and the store's thread takes a lock of the C library at each connection. Until then, connections wait.
-        call: ``fn``, its arguments and the socket of the port, for forked workers. Others read them from the file
-            ``call`` in ``folder``, with the settings of the parent.
+        listening: The socket of the store, which all workers inherit. The store is served only after all workers are
+            forked: a fork copies locks as they are, and the store's thread takes a lock of the C library at each
+            connection. Until then, connections wait.
+        call: ``fn`` and its arguments, for forked workers. Others read them from the file ``call`` in ``folder``, with
+            the settings of the parent.
     """
 
     world_size: int
@@ -280,8 +282,8 @@ class _Job:
     folder: Path
     worker_logs: Path | None
     results: Any
-    port: int
-    call: tuple[Callable[..., Any], tuple[Any, ...], socket.socket] | None
+    listening: socket.socket
+    call: tuple[Callable[..., Any], tuple[Any, ...]] | None
 
 
 # -- processes that a launcher has started ----------------------------------------------------------------------------
@@ -532,19 +534,13 @@ def _read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
 
-def _lose(result: Any, error: BaseException) -> None:
-    """Have a result keep itself where ``error`` says, since the process that asked for it does not receive it."""
-    if hasattr(result, "lost"):
-        result.lost(error)
-
-
-def _run(job: _Job, start_method: StartMethod, listening: socket.socket) -> list[_Failure]:
+def _run(job: _Job, start_method: StartMethod) -> list[_Failure]:
     """Start the workers, wait until all have ended, and return their failures; no worker is left running."""
     before = set(multiprocessing.active_children())
     try:
         start = cast("Any", torch.multiprocessing).start_processes
         started = start(_work, (job,), job.world_size, join=False, start_method=start_method)
-        store = local_store(listening)
+        store = local_store(job.listening)
         try:
             return _watch(started.processes, job.folder)
         finally:
@@ -620,9 +616,11 @@ def _work(rank: int, job: _Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(job.threads)
     try:
-        output.begin(rank, job.folder, job.worker_logs)
+        with job.listening:  # the copy of this process
+            address = job.listening.getsockname()
+        output.begin(rank, job.world_size, job.folder, job.worker_logs)
         fn, args = _call_of(job)
-        store = fresh_store(dist.TCPStore(_LOOPBACK, job.port, is_master=False), rank, job.world_size)
+        store = fresh_store(dist.TCPStore(*address, is_master=False), rank, job.world_size)
         if rank == 0:  # all ranks have opened it, and it should not stay if the parent is killed
             (job.folder / "call").unlink(missing_ok=True)
         _as_rank(Place(rank, job.world_size, rank), store, job.options, _run_and_send, (job, rank, fn, args))
@@ -667,7 +665,8 @@ def _send(result: Any, folder: Path, cause: BaseException | None = None) -> None
         _read(folder / "result")
     except BaseException as error:
         (folder / "result").unlink(missing_ok=True)
-        _lose(result, cause or error)  # the last process that has the result ends here
+        if hasattr(result, "lost"):
+            result.lost(cause or error)  # the last process that has the result ends here
         if cause is None:
             raise
 
@@ -675,9 +674,7 @@ def _send(result: Any, folder: Path, cause: BaseException | None = None) -> None
 def _call_of(job: _Job) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the function of a job, and its arguments; a process that was not forked takes the parent's settings."""
     if job.call is not None:
-        fn, args, listening = job.call
-        listening.close()
-        return fn, args
+        return job.call
     try:
         fn, args, captured = torch.load(job.folder / "call", weights_only=False, mmap=True)
     except AttributeError as error:

@@ -12,8 +12,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -35,16 +38,35 @@ class FolderLogger:
 
     def __init__(self, save_dir: str | Path | None = None) -> None:
         self._root = None if save_dir is None else Path(save_dir).absolute()
+        self._made: list[Path] = []  # the folders that the last fit has made, each before its parent
         self.log_dir: Path | None = None
-        """The folder of the last fit."""
+        """The folder of the last fit; ``None`` if that has logged nothing."""
 
     def open(self, default: Path, step: int, epoch: int) -> Path:
         """Return ``log_dir``, to continue there after this step and number of epochs, or a new folder."""
         root = self._root or default / "logs" / type(self).__name__.removesuffix("Logger").lower()
-        if self.log_dir is None or self.log_dir.parent != root:
-            self.log_dir = next(path for path in (root / f"version_{n}" for n in count()) if not path.exists())
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        if self.log_dir is not None and self.log_dir.parent == root:
+            self._make(self.log_dir)
+        else:
+            self.log_dir = next(filter(self._make, (root / f"version_{n}" for n in count())))
         return self.log_dir
+
+    def _make(self, folder: Path) -> bool:
+        """Make a folder, unless it exists, and return whether it is new, and thus of no other run."""
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            return False
+        return True
+
+    def tidy(self) -> None:
+        """Remove the folders that the fit has made, if it has logged nothing."""
+        with suppress(OSError):  # a folder is not empty
+            for folder in self._made:
+                folder.rmdir()
+                self.log_dir = None
 
 
 class CSVLogger(FolderLogger):
@@ -56,30 +78,29 @@ class CSVLogger(FolderLogger):
 
     @override
     def open(self, default: Path, step: int, epoch: int) -> Path:
-        self._path = super().open(default, step, epoch) / "metrics.csv"
-        kept = [row for row in self._rows() if int(row["step"]) <= step and int(row["epoch"]) <= epoch]
-        self._write(["epoch", "step", *(name for name in (kept or [{}])[0] if name not in ("epoch", "step"))], kept)
-        return self._path.parent
+        folder = super().open(default, step, epoch)
+        self._path, self._begin, self._columns = folder / "metrics.csv", (step, epoch), list[str]()
+        return folder
 
     def _rows(self) -> list[dict[str, str]]:
+        """Return the rows of the file. Before the first row of a fit, these are the rows that the fit continues."""
         if not self._path.exists():
             return []
+        step, epoch = (math.inf, math.inf) if self._columns else self._begin
         with self._path.open(newline="") as file:
-            return list(csv.DictReader(file))
-
-    def _write(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
-        self._columns, text = columns, io.StringIO()
-        writer = csv.DictWriter(text, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-        with replacing(self._path) as file:
-            file.write(text.getvalue().encode())
+            return [row for row in csv.DictReader(file) if int(row["step"]) <= step and int(row["epoch"]) <= epoch]
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write a row; the file is complete after each row."""
-        row = {"step": step, **metrics}
-        if new := [name for name in row if name not in self._columns]:
-            self._write([*self._columns, *new], self._rows())
+        row = {**metrics, "step": step}
+        if not row.keys() <= set(self._columns):
+            rows, text = self._rows(), io.StringIO()
+            self._columns = list(dict.fromkeys(["epoch", "step", *(rows or [{}])[0], *metrics]))
+            writer = csv.DictWriter(text, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+            with replacing(self._path) as file:
+                file.write(text.getvalue().encode())
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns).writerow(row)
 
@@ -135,14 +156,14 @@ class TensorBoardLogger(FolderLogger):
         self.experiment = self.experiment.close()
 
 
-def loggers_of(argument: Any, *, has_folder: bool) -> list[Any]:
+def loggers_of(argument: Any) -> list[Any]:
     """Return the loggers of a trainer's argument ``logger``.
 
     Raises:
         TypeError: If an object is not a logger.
     """
     if argument is None or isinstance(argument, bool):
-        return [CSVLogger()] if argument or (argument is None and has_folder) else []
+        return [] if argument is False else [CSVLogger()]
     loggers = list(cast("Sequence[Any]", argument)) if isinstance(argument, (list, tuple)) else [argument]
     for each in loggers:
         if not (callable(getattr(each, "log_metrics", None)) and callable(getattr(each, "log_hyperparams", None))):
@@ -159,11 +180,11 @@ class Logs(Callback):
     Args:
         loggers: The loggers.
         every: The number of optimizer steps between values of single steps; 0 for none.
-        tells: Whether the folders of the log are printed at the end of a fit.
+        may_fail: Whether the run continues without a log, after a warning, if the log cannot be written.
     """
 
-    def __init__(self, loggers: Sequence[Any], every: int, *, tells: bool) -> None:
-        self.loggers, self._every, self._tells = loggers, every, tells
+    def __init__(self, loggers: Sequence[Any], every: int, *, may_fail: bool) -> None:
+        self.loggers, self._every, self._may_fail = loggers, every, may_fail
         self._logged_step, self._is_open = 0, False
 
     @override
@@ -178,13 +199,29 @@ class Logs(Callback):
         self.load_state_dict(trainer.run.collective.broadcast_object(self.state_dict(), 0, plain=True))
 
     def _open(self, trainer: Any, module: TrainModule) -> None:
-        self._logged_step, params = trainer.global_step, getattr(module, "hparams", None)
-        for each in self.loggers if trainer.run.shown is not None else ():
-            if isinstance(each, FolderLogger):
-                each.open(trainer.default_root_dir, trainer.global_step, trainer.epochs)
-            if isinstance(params, Mapping):
-                cast("Any", each).log_hyperparams(params)
-        self._is_open = trainer.run.shown is not None
+        self._logged_step, self._is_open = trainer.global_step, trainer.run.shown is not None
+        params = getattr(module, "hparams", None)
+        with self._failing():
+            for each in self.loggers if self._is_open else ():
+                if isinstance(each, FolderLogger):
+                    each.open(trainer.default_root_dir, trainer.global_step, trainer.epochs)
+                if isinstance(params, Mapping):
+                    cast("Any", each).log_hyperparams(params)
+
+    @contextmanager
+    def _failing(self) -> Generator[None]:
+        """Return a context that ends the log, with a warning, if the log may fail and cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            if not self._may_fail:
+                raise
+            warnings.warn(
+                f"The metrics of this run are not logged, since {error}. Pass default_root_dir= to the Trainer with a"
+                " folder in which you may write, or logger=False.",
+                stacklevel=2,
+            )
+            self.loggers = list[Any]()
 
     @override
     def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -209,18 +246,21 @@ class Logs(Callback):
             self.on_train_epoch_end(trainer, module)
 
     def _write(self, trainer: Any, values: dict[str, float]) -> None:
-        for each in self.loggers if values else ():
-            each.log_metrics({"epoch": trainer.epochs, **values}, trainer.global_step)
-            if hasattr(each, "save"):  # Lightning's loggers keep rows until then
-                each.save()
+        with self._failing():
+            for each in self.loggers if values else ():
+                each.log_metrics({**values, "epoch": trainer.epochs}, trainer.global_step)
+                if hasattr(each, "save"):  # Lightning's loggers keep rows until then
+                    each.save()
 
     @override
     def on_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
         for each in self.loggers if self._is_open else ():
             if hasattr(each, "finalize"):
                 each.finalize("failed" if sys.exc_info()[0] else "success")
-            if self._tells and stage == "fit":
-                print(f"Logged to {getattr(each, 'log_dir', each)}", file=screen(), flush=True)
+            if isinstance(each, FolderLogger):
+                each.tidy()
+            if stage == "fit" and (folder := getattr(each, "log_dir", None)) is not None:
+                print(f"Logged to {folder}", file=screen(), flush=True)
         self._is_open = False
 
     @override

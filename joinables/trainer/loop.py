@@ -4,6 +4,7 @@ The order of collectives, on every rank::
 
     start      a broadcast of the state to resume from, from rank 0; DDP's own, as the module is wrapped
                one object all-gather for each loader with a sampler of the user's
+               a broadcast of the folders of the log, from rank 0, unless there is no logger
     an epoch   one object all-gather: the numbers and sizes of all ranks' batches
                a vote: has every rank wrapped the same parameters before? If not, as at the start
                the block: see joinables.ddp; a rank that is out of data shadows the others

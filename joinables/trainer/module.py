@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -40,12 +41,12 @@ from joinables._torch.objects import compiled_from
 from joinables.trainer.metrics import Reduction
 
 
-def _missing(name: str, hint: str) -> Callable[..., Never]:
+def _missing(name: str, instead: str) -> Callable[..., Never]:
     """Return a method of Lightning's that raises an error with what to do instead."""
 
     def missing(*_: Any, **__: Any) -> Never:
         #: Do what the message says.
-        raise NotImplementedError(f"TrainModule has no {name}. {hint}. [J743]")
+        raise NotImplementedError(f"TrainModule has no {name}. {instead}. [J743]")
 
     return missing
 
@@ -103,7 +104,7 @@ class TrainModule(torch.nn.Module):
 
         Override it if the trainer counts wrong. By default, it counts the elements of the data set that a
         ``DataLoader`` puts into the batch. For other loaders, and if no tensor of the batch has that length, it counts
-        the rows of the first tensor. Without tensors, it asks an object for ``num_graphs`` or its length.
+        the rows of the first tensor. Without tensors, it asks objects for ``num_graphs`` or their length.
         """
 
     # -- hooks that a user may override -------------------------------------------------------------------------------
@@ -496,7 +497,8 @@ def check_module(module: Any, stage: str, *, calls_val_dataloader: bool = True) 
             raise TypeError(f"{type(module).__name__} has no {name}, which {stage} calls. Define that method. [J182]")
         if name.endswith("_step"):
             try:
-                inspect.signature(object.__getattribute__(module, name)).bind(None, 0)
+                with suppress(ValueError):  # a callable without a signature, such as a built-in one
+                    inspect.signature(object.__getattribute__(module, name)).bind(None, 0)
             except TypeError as error:
                 raise TypeError(
                     f"{type(module).__name__}.{name} does not accept a batch and its index ({error}). Define it as"

@@ -1,8 +1,9 @@
 """Output of the processes that a launcher starts: :func:`begin` in each process, :func:`create` before they start.
 
-The lines of all ranks but rank 0 begin with the rank. A line is written when it is complete, or flushed. So lines of
+If several ranks write, each line begins with the rank. A line is written when it is complete, or flushed. So lines of
 different ranks do not mix, and a process that is killed loses no complete line. Only the streams of Python are
-replaced, without pipes and threads: rank 0 still writes to the terminal, and output of native code has no rank.
+replaced, without pipes and threads: rank 0 still writes to the terminal, and output of native code has no rank. Text
+after a carriage return has none either, since it is a picture of a progress bar, which may be as wide as the terminal.
 
 In a folder, each stream of each rank has a file of its own, which receives the output of native code too.
 
@@ -27,13 +28,13 @@ from typing import Any, TextIO
 from typing_extensions import override
 
 _STREAMS = {"stdout": 1, "stderr": 2}
-_LINE = re.compile(r"[^\r\n]+")
+_LINE = re.compile(r"\r?[^\r\n]+")
 
 _screens: list[TextIO] = []
 
 
 def screen() -> TextIO:
-    """Return the stream for a person who looks: stderr, or the former stderr if files have replaced it."""
+    """Return the stream for a person who looks: stderr, or the former stderr if :func:`begin` has replaced it."""
     return _screens[-1] if _screens else sys.stderr
 
 
@@ -58,23 +59,24 @@ def create(folder: Path, ranks: int) -> None:
         print(f"The output of the ranks is in {_path(folder, 0, '*')}, and so on.", file=sys.stderr, flush=True)
 
 
-def begin(rank: int, shared: Path, folder: Path | None) -> None:
+def begin(rank: int, ranks: int, shared: Path, folder: Path | None) -> None:
     """Have this process write as ``rank``.
 
     Args:
         rank: The rank.
+        ranks: The number of ranks.
         shared: A folder of the launch.
         folder: The folder with the files of the streams; ``None`` to write where this process writes already.
     """
     for name, number in _STREAMS.items():
         before: Any = getattr(sys, name)
+        if name == "stderr":
+            _screens.append(before if folder is None else os.fdopen(os.dup(number), "w"))
         if folder is not None:
-            if name == "stderr":
-                _screens.append(os.fdopen(os.dup(number), "w"))
             os.dup2(_open(_path(folder, rank, name)), number)
             after: Any = os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
         elif before is not None:
-            lines: Any = _Lines(before, f"[rank {rank}] " if rank else "")
+            lines: Any = _Lines(before, f"[rank {rank}] " if ranks > 1 else "")
             after = io.TextIOWrapper(lines, lines.encoding, getattr(before, "errors", None), line_buffering=True)
         else:  # the process that has started this one has closed it
             continue
@@ -122,8 +124,12 @@ class _Lines(io.RawIOBase):
     @override
     def write(self, data: Any) -> int:
         text = bytes(data).decode(self.encoding, "backslashreplace")
-        first = "" if self._is_within_line else self._prefix
-        self._stream.write(_LINE.sub(lambda line: (self._prefix if line.start() else first) + line[0], text))
+
+        def numbered(line: re.Match[str]) -> str:
+            is_first = line[0][0] != "\r" and (line.start() > 0 or not self._is_within_line)
+            return self._prefix * is_first + line[0]
+
+        self._stream.write(_LINE.sub(numbered, text))
         self._stream.flush()
         self._is_within_line = text[-1:] not in ("\r", "\n")
         return len(data)

@@ -76,9 +76,6 @@ class Rescue:
     folder: Path
     io: CheckpointIO
 
-    def __reduce__(self) -> Any:  # the process that receives it has an object of its own
-        return Rescue, (self.folder, FileCheckpointIO())
-
     def load_home(self, module: torch.nn.Module, weights: Mapping[str, Any], state: dict[str, Any]) -> None:
         """Load the weights of a fit in other processes; a warning names those that do not fit, and a file with all.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -59,17 +60,17 @@ class SampleCounter:
         return samples
 
     def _ask(self, batch: Any) -> int:
-        """Return the number of samples that an object without tensors says it has; 1 if the batch has no object."""
-        for leaf in pytree.tree_leaves(batch, is_leaf=is_movable):
-            if is_movable(leaf):
-                if (count := getattr(leaf, "num_graphs", None) or length_of(leaf)) is None:
-                    raise TypeError(
-                        f"A batch is of type {type(leaf).__name__} and has no length, so the trainer cannot count"
-                        f" its samples. Define batch_size(self, batch) in {type(self._module).__name__}, which returns"
-                        " the number. [J644]"
-                    )
-                return count
-        return 1
+        """Return the number of samples that an object without tensors says it has; 1 for numbers and texts."""
+        leaves, plain = pytree.tree_leaves(batch, is_leaf=is_movable), (torch.Tensor, Number, str, bytes, type(None))
+        objects = [leaf for leaf in leaves if not isinstance(leaf, plain)]
+        counts = (getattr(each, "num_graphs", None) or length_of(each) for each in objects)
+        if (count := next((count for count in counts if count is not None), None)) is None and objects:
+            raise TypeError(
+                f"A batch has an object of type {type(objects[0]).__name__}, which has no length, so the trainer cannot"
+                f" count its samples. Define batch_size(self, batch) in {type(self._module).__name__}, which returns"
+                " the number. [J644]"
+            )
+        return 1 if count is None else count
 
 
 def is_movable(part: Any) -> bool:

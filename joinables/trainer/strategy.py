@@ -211,15 +211,16 @@ class DDPStrategy(Strategy):
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
         super().wrap(module, device, several_backwards=several_backwards)
         # A reducer reduces the parameters that require grad when it is made. In each backward it waits for all of them,
-        # or it finds the unused ones. Only in the latter case may it have parameters that are frozen at times.
+        # or it finds the unused ones. Only in the latter case may it have parameters that are frozen at times: those of
+        # the optimizers, and all that it has had before.
         finds_unused = several_backwards if self._find_unused is None else self._find_unused
-        kept = {id(parameter): parameter for parameter in held if finds_unused}
+        kept = {*map(id, held), *(part[0] for part in self._wrapped[1:] if part[-1])} if finds_unused else set[int]()
         each = ((id(p), p.dtype, p.device, p.requires_grad or id(p) in kept) for p in module.parameters())
         key = (id(dist.group.WORLD), *each)
         if self.collective.reduce_boolean_decision(key == self._wrapped):
             return
         self.ddp = None  # its buckets are freed before others are made
-        with thawed(list(kept.values())):
+        with thawed([parameter for parameter in module.parameters() if id(parameter) in kept]):
             self.ddp = DistributedDataParallel(
                 LossGate(module),
                 device_ids=None if device.type == "cpu" else [device],

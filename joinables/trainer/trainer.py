@@ -49,26 +49,27 @@ _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat1
 
 _SHORTER = "Pass loaders over torch.utils.data.Subset(dataset, range(n))"
 _ELSEWHERE = {
-    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches"), _SHORTER),
-    "fast_dev_run": f"Pass max_epochs=1 and logger=False. {_SHORTER}",
+    **{f"limit_{stage}_batches": _SHORTER for stage in ("train", "val", "test", "predict")},
+    "fast_dev_run": f"Pass Trainer(max_epochs=1, logger=False). {_SHORTER}",
     "val_check_interval": "Validation follows each epoch. Shorten epochs with torch.utils.data.Subset",
     "check_val_every_n_epoch": "Validation follows each epoch. Train on torch.utils.data.ConcatDataset([dataset] * n)",
     "num_sanity_val_steps": "Remove it, and call validate(module, loader) before fit",
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_train_start",
     "deterministic": "Call torch.use_deterministic_algorithms(True) in on_train_start",
-    "plugins": "Pass DDPStrategy(cluster_environment=...) as strategy, or Trainer(checkpoint_io=...)",
+    "plugins": "Pass Trainer(strategy=DDPStrategy(cluster_environment=...)) or Trainer(checkpoint_io=...)",
     "sync_batchnorm": "Write a loop over join.iterate",
     "max_time": "Set trainer.should_stop = True in a callback's on_train_epoch_end",
     "min_epochs": "Set trainer.should_stop = False in on_train_epoch_end of a callback after EarlyStopping",
     "enable_checkpointing": "Remove it. Only a ModelCheckpoint in callbacks= writes checkpoints",
     "enable_model_summary": "Remove it. The trainer prints no summary, and print(module) prints one",
     "use_distributed_sampler": "Remove it. A sampler with an attribute num_replicas distributes its samples itself",
-    "train_dataloaders": "Pass the loader as train_loader",
-    "val_dataloaders": "Pass the loader as val_loader",
-    "dataloaders": "Pass the loader as loader",
-    "datamodule": "Pass loaders. Call its methods prepare_data, setup and train_dataloader for them",
+    **dict.fromkeys(("train_dataloaders", "val_dataloaders", "dataloaders"), "Pass loaders as {}"),
+    "datamodule": "Pass loaders as {}. Call its methods prepare_data, setup and train_dataloader for them",
 }
-"""Arguments of Lightning's ``Trainer`` and its methods that this one does not have, and what to do instead."""
+"""Arguments of Lightning's ``Trainer`` and its methods that this one does not have, and what to do instead.
+
+The names of the loaders of the called method replace braces.
+"""
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,9 @@ class Trainer(TrainerState):
         callbacks: Objects that are called at certain points of a run.
         default_root_dir: The folder for files; by default, the current directory.
         logger: A logger or several, which receive the metrics: ``CSVLogger``, ``TensorBoardLogger``, a logger of
-            Lightning, or any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. ``None`` is a
-            ``CSVLogger`` if ``default_root_dir`` is set, and no logger otherwise. ``True`` is a ``CSVLogger``, and
-            ``False`` no logger.
+            Lightning, or any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. ``True`` is a
+            ``CSVLogger``, and ``False`` no logger. ``None`` is a ``CSVLogger``, too, but a warning says if it cannot
+            write, and the run continues.
         log_every_n_steps: The number of optimizer steps between the values of single steps that loggers receive; 0 for
             none.
         enable_progress_bar: Whether rank 0 shows its progress on stderr; by default, if stderr is a terminal or this is
@@ -132,7 +133,7 @@ class Trainer(TrainerState):
             the state of rank 0. The order of a loader with a ``generator`` is drawn from that generator.
         worker_logs: A folder for the output of the processes that the trainer starts. Each rank appends to two files,
             such as ``rank-1-stdout.log`` and ``rank-1-stderr.log``. By default, the processes write where this process
-            writes, and each line of a rank other than 0 begins with the rank.
+            writes, and each line begins with the rank if there are several.
         checkpoint_io: An object that saves, loads and removes checkpoints; by default, files of ``torch.save``.
 
     Raises:
@@ -184,7 +185,7 @@ class Trainer(TrainerState):
         self.max_steps, self.seed, self.uneven = max_steps, seed, uneven
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
         shows = is_watched() if enable_progress_bar is None else enable_progress_bar
-        logs = Logs(loggers_of(logger, has_folder=default_root_dir is not None), log_every_n_steps, tells=shows)
+        logs = Logs(loggers_of(logger), log_every_n_steps, may_fail=logger is None)
         self.callbacks = _in_order(callbacks, [*[ProgressBar()] * shows, *[logs] * bool(logs.loggers)])
         self.default_root_dir = Path(default_root_dir or ".").absolute()
         self.metrics = {}
@@ -292,27 +293,34 @@ class Trainer(TrainerState):
         if stage == "fit":
             self._begin(module)
             saved = saved or self._last_state
-        before = self.epochs, self.global_step
-        with temporary_folder() as folder:
-            seed = order_seed(loaders.get("train_loader"), self.seed)
-            task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
-            try:
-                result, state, home, extras = self.strategy.launch(
-                    self.world_size, self._accelerator, work, self, module, loaders, task
-                )
-            except BaseException:
-                for index, callback in enumerate(self.callbacks):
-                    if (path := Path(folder, f"callback-{index}")).exists():
-                        callback.load_state_dict(torch.load(path, weights_only=False))
-                self.epochs, self.global_step = before
-                raise
+        before, outcome = (self.epochs, self.global_step), None
+        try:
+            with temporary_folder() as folder:
+                seed = order_seed(loaders.get("train_loader"), self.seed)
+                task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
+                try:
+                    outcome = self.strategy.launch(
+                        self.world_size, self._accelerator, work, self, module, loaders, task
+                    )
+                except BaseException:
+                    for index, callback in enumerate(self.callbacks):
+                        if (path := Path(folder, f"callback-{index}")).exists():
+                            callback.load_state_dict(torch.load(path, weights_only=False))
+                    self.epochs, self.global_step = before
+                    raise
+            return self._receive(module, outcome)
+        except BaseException as error:
+            outcome = vars(error).pop(RESULT, outcome)
+            if outcome is not None and outcome.state is not None:
+                self._rescue.keep(error, outcome.state)
+            raise
+
+    def _receive(self, module: TrainModule, outcome: Outcome) -> Result:
+        """Bring the outcome of rank 0 into this process, and return its result."""
+        result, state, home, extras, _ = outcome
+        assert result is not None
         if home is not None:
-            try:
-                self._load_home(module, result, home, state)
-            except BaseException as error:
-                if state is not None:
-                    self._rescue.keep(error, state)
-                raise
+            self._load_home(module, result, home, state)
         if state is not None:
             kept = {name: value for name, value in state.items() if name != "module"}
             # The tensors are copied, since the optimizer of the next fit would change them.
@@ -458,10 +466,12 @@ class Trainer(TrainerState):
 
 def _refuse_unknown(called: Callable[..., Any], names: Iterable[str]) -> None:
     """Raise a ``TypeError`` for the first name, which is not an argument of the class or method that was called."""
+    known = [*inspect.signature(called).parameters][:-1]
+    loaders = " and ".join(each for each in known if "loader" in each) or "arguments of fit, validate, test or predict"
     for name in names:
-        hint = _ELSEWHERE.get(name, f"Use one of {', '.join([*inspect.signature(called).parameters][:-1])}")
+        instead = _ELSEWHERE.get(name, f"Use one of {', '.join(known)}").format(loaders)
         #: For an argument of Lightning's Trainer, do what the message says. Otherwise pass an argument that it lists.
-        raise TypeError(f"{called.__name__} has no argument {name!r}. {hint}. [J643]")
+        raise TypeError(f"{called.__name__} has no argument {name!r}. {instead}. [J643]")
 
 
 def _checked_loader(name: str, loader: Any) -> Any:
@@ -535,19 +545,21 @@ class Outcome(NamedTuple):
     Attributes:
         result: The result; ``None`` if the run has raised after the training.
         state: The snapshot of a fit on rank 0.
-        home: The weights, the random state and the rescue of the weights, if another process asked for them.
+        home: The weights and the random state, if another process asked for them.
         extras: The results of the hook ``results_to_return`` on rank 0: the module's, and a dict with the callbacks'.
+        folder: The folder for the weights if the outcome cannot be sent.
     """
 
     result: Result | None
     state: dict[str, Any] | None
     home: dict[str, Any] | None
     extras: tuple[Any, dict[str, Any]] | None
+    folder: Path
 
     def lost(self, error: BaseException) -> None:
-        """Keep the trained weights, since the process that started the run does not receive the outcome."""
-        if self.state is not None and self.home is not None:
-            self.home["rescue"].keep(error, self.state)
+        """Keep the trained weights in a file, since the process that started the run does not receive the outcome."""
+        if self.state is not None:
+            Rescue(self.folder, FileCheckpointIO()).keep(error, self.state)
 
 
 def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Outcome:
@@ -564,7 +576,7 @@ def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task
         try:
             strategy.teardown()
         except BaseException as error:  # of the user's own strategy; the module is trained
-            if outcome is not None and outcome.home is not None:
+            if outcome is not None and outcome.state is not None:
                 vars(error)[RESULT] = outcome
             raise
         finally:
@@ -575,19 +587,16 @@ def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task
 def _work(
     trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task, device: torch.device
 ) -> Outcome:
-    is_at_home, rescue = os.getpid() == task.home, trainer._rescue  # pyright: ignore[reportPrivateUsage]
+    is_at_home = os.getpid() == task.home
     if not is_at_home:
         rng.start_from(task.random)
     run = (Fit if task.stage == "fit" else Run)(trainer, module, task, device)
     try:
         return _outcome(run, trainer, module, loaders, is_at_home=is_at_home)
     except BaseException as error:
-        if not is_at_home and isinstance(run, Fit) and run.trained is not None and run.collective.rank == 0:
+        if isinstance(run, Fit) and run.trained is not None and run.collective.rank == 0:
             state = run.trained or weights_only(module, trainer)
-            if type(rescue.io) is FileCheckpointIO:
-                vars(error)[RESULT] = Outcome(None, state, {"rescue": rescue}, None)
-            else:  # which does not travel
-                rescue.keep(error, state)
+            vars(error)[RESULT] = Outcome(None, state, None, None, trainer.default_root_dir)
         raise
 
 
@@ -627,10 +636,9 @@ def _outcome(
         **outputs,
     )
     if is_at_home or run.collective.rank != 0:
-        return Outcome(result, state, None, extras)
+        return Outcome(result, state, None, extras, trainer.default_root_dir)
     weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
-    rescue = trainer._rescue  # pyright: ignore[reportPrivateUsage]
-    return Outcome(result, state, {"module": weights, "random": rng.capture(), "rescue": rescue}, extras)
+    return Outcome(result, state, {"module": weights, "random": rng.capture()}, extras, trainer.default_root_dir)
 
 
 @contextmanager

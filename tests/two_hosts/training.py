@@ -55,7 +55,7 @@ def train_all(rank: int) -> Trained:
 
 def fit(rank: int, ranks: int, **options: Any) -> Fitted:
     """Fit by the processes that are there."""
-    trainer = Trainer(max_epochs=2, seed=1, accelerator="cpu", **options)
+    trainer = Trainer(max_epochs=2, seed=1, accelerator="cpu", logger=False, **options)
     module, size = Classifier(), BATCH_OF_ALL // ranks
     trainer.fit(module, loader(SAMPLES, size, shuffle=True), loader(29, size))
     return flat_state(module.state_dict(), [trainer.global_step, trainer.current_epoch]), trainer.metrics

@@ -240,5 +240,5 @@ def fit(rank: int, cell: Cell) -> None:
     module = Module(cell.how)
     hook = {"ddp_comm_hook": module.trouble.hook} if cell.how == "hook" else {}
     strategy = DDPStrategy("fork", bucket_cap_mb=0.002, timeout=cell.timeout, **hook)  # pyright: ignore[reportArgumentType]
-    trainer = Trainer(devices=3, accelerator="cpu", strategy=strategy)
+    trainer = Trainer(devices=3, accelerator="cpu", strategy=strategy, logger=False)
     trainer.fit(module, DataLoader(Samples(cell.how == "loader"), batch_size=1))  # pyright: ignore[reportArgumentType]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,12 @@ class FromServer(Launcher):
 def script(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process runs a script, where a worker of pytest-xdist runs ``python -c``, whose calls may be forked."""
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers write their logs into the current directory."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -187,7 +187,8 @@ class Tells(Callback):
 def by_the_trainer(folder: Path, kills: tuple[Kill, ...]) -> None:
     module, last = Watched(Diary(folder, kills)), folder / "last.ckpt"
     keeper = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=2)
-    trainer = Trainer(accelerator="cpu", max_epochs=EPOCHS, seed=1, callbacks=[Tells(module.diary), keeper])
+    callbacks = [Tells(module.diary), keeper]
+    trainer = Trainer(accelerator="cpu", max_epochs=EPOCHS, seed=1, callbacks=callbacks, logger=False)
     loader = DataLoader(numbered(), GLOBAL_BATCH // trainer.world_size, shuffle=True)
     trainer.fit(module, loader, ckpt_path=last if last.exists() else None)
 

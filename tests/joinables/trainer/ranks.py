@@ -19,7 +19,8 @@ class InPlace(DDPStrategy):
 
 
 def trainer(*, strategy: dict[str, Any] | None = None, **options: Any) -> Trainer:
-    """A trainer for this rank of the pool, or for one process where there is no group."""
+    """A trainer for this rank of the pool, or for one process where there is no group; it writes no log."""
+    options = {"logger": False, **options}
     if not dist.is_initialized():
         return Trainer(strategy=Strategy(), devices=1, **options)
     return Trainer(strategy=InPlace(**(strategy or {})), devices=dist.get_world_size(), **options)

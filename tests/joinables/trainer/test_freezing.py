@@ -150,6 +150,48 @@ def test_a_change_within_an_epoch(pool: Pool, kind: str, samples: int) -> None:
         assert_same(state, expected, TOLERANCE)
 
 
+class Wraps(Callback):
+    """Freezes a layer that no optimizer has, adds a layer while it is frozen, and unfreezes it."""
+
+    def __init__(self) -> None:
+        self.wrappers: list[Any] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.aside.requires_grad_(trainer.current_epoch in (0, 3))
+        if trainer.current_epoch == 2:
+            module.added = nn.Linear(6, 3)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.wrappers.append(getattr(trainer.strategy, "ddp", None))
+
+
+class Aside(Classifier):
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.aside, self.added = nn.Linear(6, 3), None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.body.parameters(), 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + self.aside(x) + (0 if self.added is None else self.added(x))
+
+
+def keeps_its_wrapper(rank: int, samples: int, ranks: int) -> Any:
+    module, wraps = Aside(), Wraps()
+    run = trainer(strategy={"find_unused_parameters": True}, max_epochs=4, callbacks=wraps)
+    run.fit(module, loader(samples, SIZE // ranks))
+    return flat_state(module.body.state_dict()), [wraps.wrappers.index(each) for each in wraps.wrappers]
+
+
+@pytest.mark.parametrize("samples", [50, 5])  # with 5, one rank has no data
+def test_only_a_new_trainable_parameter_needs_a_new_wrapper(pool: Pool, samples: int) -> None:
+    expected, _ = keeps_its_wrapper(0, samples, 1)
+    for state, wrappers in pool.run(keeps_its_wrapper, samples, 2, ranks=2):
+        assert_same(state, expected, TOLERANCE)
+        assert wrappers == [0, 0, 2, 2]
+
+
 def refuses(rank: int, *args: Any) -> str:
     with pytest.raises((RuntimeError, PeerError)) as caught:
         changes(rank, *args)

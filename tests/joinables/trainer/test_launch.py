@@ -146,6 +146,24 @@ def test_one_launch_after_the_other() -> None:
     assert local(1).launch(ranks_met, 5.0)[0]["total"].item() == 5.0
 
 
+def holds(ports: list[int]) -> bool:
+    """Whether this process has a socket that listens at one of these ports."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = {f"socket:[{line[9]}]" for line in lines if line[3] == "0A" and int(line[1].split(":")[1], 16) in ports}
+    assert listening, "the parent serves the store"
+    return any(os.path.islink(path) and os.readlink(path) in listening for path in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+def test_workers_inherit_the_socket_and_close_it(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int] = []
+    bind = socket.create_server
+    monkeypatch.setattr(
+        socket, "create_server", lambda *args: ports.append((made := bind(*args)).getsockname()[1]) or made
+    )
+    assert local(2, start_method).launch(holds, ports) is False
+
+
 def test_rank_that_is_done_before_the_others_have_set_up() -> None:
     launcher = local(3)
     for _ in range(15):  # it is a race

@@ -63,22 +63,76 @@ def test_no_values_of_single_steps(tmp_path: Path) -> None:
     assert rows(tmp_path)[0].keys() == {"epoch", "step", "all", "epochs"}
 
 
-def test_nothing_is_written_unless_a_folder_or_a_logger_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("devices", "strategy"), [(1, "single"), (2, "ddp_fork")])
+def test_the_default_is_a_log_in_the_current_directory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], devices: int, strategy: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Trainer().fit(Classifier(), loader(12))
-    Trainer(default_root_dir=tmp_path / "root", logger=False).fit(Classifier(), loader(12))
+    run = Trainer(devices=devices, strategy=strategy)
+    run.fit(Classifier(), loader(6))  # rank 1 has no data
+    assert rows(tmp_path) == [{"epoch": 1.0, "step": 1.0, **run.metrics}]
+    assert capfd.readouterr() == ("", f"Logged to {tmp_path / 'logs' / 'csv' / 'version_0'}\n")
+
+
+def test_metrics_with_the_names_of_the_columns(tmp_path: Path) -> None:
+    run = Trainer(max_epochs=2, logger=[CSVLogger(), Mine(tmp_path / "mine")])
+    run.fit(Reserved(), loader(6))
+    assert [(row["epoch"], row["step"]) for row in rows(tmp_path)] == [(1.0, 1.0), (2.0, 2.0)]
+    assert run.metrics == {"epoch": 0.5, "step": 0.5}
+
+
+class Reserved(Classifier):
+    def shared_step(self, batch: Any, stage: str) -> torch.Tensor:
+        self.log_dict({"epoch": 0.5, "step": 0.5})
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class Silent(Classifier):
+    def log(self, *args: Any, **options: Any) -> None: ...
+
+
+def test_without_values_nothing_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Trainer(logger=False).fit(Classifier(), loader(12))
+    Trainer().predict(Classifier(), loader(12))
+    each: list[dict[str, Any]] = [{}, {"default_root_dir": tmp_path / "root"}, {"devices": 2}]
+    for options in each:
+        Trainer(**options).fit(Silent(), loader(12), loader(12))
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
-    Trainer(logger=True, enable_progress_bar=True).fit(Classifier(), loader(12))
-    assert f"Logged to {tmp_path / 'logs' / 'csv' / 'version_0'}" in capfd.readouterr().err
+
+
+def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "version_0").symlink_to("nowhere")
+    loggers = [CSVLogger(tmp_path) for _ in range(2)]
+    assert [each.open(tmp_path, 0, 0).name for each in loggers] == ["version_1", "version_2"]
+    loggers[0].tidy()
+    loggers[1].log_metrics({"loss": 1.0}, 1)
+    loggers[1].tidy()
+    assert [each.log_dir for each in loggers] == [None, tmp_path / "version_2"]
+
+
+class Loses(Classifier):
+    """Loses its log in the first epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        shutil.rmtree("logs", ignore_errors=True)
+
+
+@pytest.mark.parametrize("kind", [Classifier, Loses])
+def test_a_default_log_that_cannot_be_written_does_not_end_a_fit(tmp_path: Path, kind: type[Classifier]) -> None:
+    if kind is Classifier:
+        (tmp_path / "logs").touch()  # as a directory in which this process may not write
+    run = Trainer(max_epochs=2)
+    with pytest.warns(UserWarning, match=r"not logged, since .*logs.* logger=False") as warned:
+        run.fit(kind(), loader(12))
+    assert (run.epochs, len(warned)) == (2, 1)
+    with pytest.raises(OSError, match="logs"):
+        Trainer(logger=True).fit(kind(), loader(12))
 
 
 def fits(rank: int, folder: Path, counts: tuple[int, ...], ckpt_path: Path | None) -> None:
     batches = list(loader(6 * counts[rank], 6))
     keeper = ModelCheckpoint(folder / "files", save_top_k=-1, every_n_train_steps=1)
-    run = trainer(max_epochs=2, callbacks=keeper, default_root_dir=folder, log_every_n_steps=1)
+    run = trainer(max_epochs=2, callbacks=keeper, default_root_dir=folder, logger=True, log_every_n_steps=1)
     run.fit(Classifier(), batches, loader(12), ckpt_path=ckpt_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pty
@@ -15,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from joinables.trainer import Trainer
+from joinables.trainer import Launcher, Trainer, output
 from tests.ending import Ending
 from tests.joinables.trainer.modules import Classifier, loader
+from tests.scripts import ROOT
 from tests.selection import at_night
 
 ALONE: dict[str, Any] = {"ranks": 1, "group": False, "tidies": False}
@@ -42,33 +44,46 @@ def talk(rank: int, **options: Any) -> None:
     warnings.simplefilter("always")
     print("before")
     data = loader(12, 6)
-    Trainer(devices=3, strategy="ddp_fork", **options).fit(Talks(), data)
+    Trainer(devices=3, strategy="ddp_fork", logger=False, **options).fit(Talks(), data)
     print("after", threading.active_count())
 
 
 def parts(text: str, rank: int) -> list[str]:
     """The lines of a rank, without its number."""
-    start = f"[rank {rank}] " if rank else ""
-    lines = [line for line in text.splitlines() if bool(rank) == line.startswith("[rank ") and line.startswith(start)]
-    return [line.removeprefix(start) for line in lines]
+    start = f"[rank {rank}] "
+    return [line.removeprefix(start) for line in text.splitlines() if line.startswith(start)]
 
 
 def test_each_line_has_its_rank(ending: Ending) -> None:
     (end,) = ending.ends(talk, **ALONE)
     assert end.code == 0, end.text
     stdout = end.text.removesuffix(end.stderr)
+    assert [line for line in stdout.splitlines() if line[0] != "["] == ["before", "after 1"]
+    assert all(line.startswith("[rank ") for line in end.stderr.splitlines())
     for rank in range(3):
-        of_caller = ["before"] * (rank == 0), ["after 1"] * (rank == 0)
-        assert parts(stdout, rank) == [*of_caller[0], f"a {rank} {'a' * 3000}", f"b {rank}", *of_caller[1]]
+        assert parts(stdout, rank) == [f"a {rank} {'a' * 3000}", f"b {rank}"]
         lines = parts(end.stderr, rank)
         assert lines[0] == f"c {rank}" and "endof all" in lines and "ranks" in lines
         assert sum(f"UserWarning: of rank {rank}" in line for line in lines) == 1
     assert end.stderr.count("UserWarning: of all") == 2, "twice on one rank"
 
 
+def test_a_bar_keeps_its_width() -> None:
+    written = io.StringIO()
+    lines = output._Lines(written, "[rank 0] ")
+    for part in (b"begin\n", b"\r 50%", b"\r100%\n", b"end\n"):
+        lines.write(part)
+    assert written.getvalue() == "[rank 0] begin\n\r 50%\r100%\n[rank 0] end\n"
+
+
+def test_a_single_rank_needs_no_number(capfd: pytest.CaptureFixture[str]) -> None:
+    Launcher(1, start_method="fork").launch(print, "line")
+    assert capfd.readouterr().out == "line\n"
+
+
 def in_folder(rank: int, folder: str) -> None:
     talk(rank, worker_logs=folder, enable_progress_bar=True)
-    Trainer(devices=3, strategy="ddp_fork", worker_logs=folder).validate(Talks(), loader(12, 6))
+    Trainer(devices=3, strategy="ddp_fork", logger=False, worker_logs=folder).validate(Talks(), loader(12, 6))
 
 
 def test_files(ending: Ending, tmp_path: Path) -> None:
@@ -105,13 +120,13 @@ class IsKilled(Classifier):
 
 
 def is_killed(rank: int, folder: str | None) -> None:
-    Trainer(devices=2, strategy="ddp_fork", worker_logs=folder).fit(IsKilled(), loader(12, 6))
+    Trainer(devices=2, strategy="ddp_fork", logger=False, worker_logs=folder).fit(IsKilled(), loader(12, 6))
 
 
 def test_a_killed_rank_loses_no_line(ending: Ending, tmp_path: Path) -> None:
     (here,) = ending.ends(is_killed, None, **ALONE)
     assert "WorkerDied: Rank 1 was killed by SIGKILL" in here.error
-    assert {"last line of 0", "[rank 1] last line of 1"} <= set(here.text.splitlines())
+    assert {"[rank 0] last line of 0", "[rank 1] last line of 1"} <= set(here.text.splitlines())
     (end,) = ending.ends(is_killed, str(tmp_path), **ALONE)
     assert "WorkerDied" in end.error and "last line" not in end.text
     assert (tmp_path / "rank-1-stdout.log").read_text() == "last line of 1\n"
@@ -131,14 +146,14 @@ def asks(rank: int, terminal: str) -> None:
     for number in range(3):
         os.dup2(os.open(terminal, os.O_RDWR), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    Trainer(devices=2, strategy="ddp_fork", enable_progress_bar=False).fit(Asks(), loader(12, 6))
+    Trainer(devices=2, strategy="ddp_fork", enable_progress_bar=False, logger=False).fit(Asks(), loader(12, 6))
 
 
 def test_rank_0_in_a_terminal(ending: Ending) -> None:
     controlling, terminal = pty.openpty()
     os.write(controlling, b"yes\n")
     (end,) = ending.ends(asks, os.ttyname(terminal), **ALONE)
-    assert (end.code, os.read(controlling, 1000)) == (0, b"yes\r\n(Pdb) answer yes True True\r\n"), end.text
+    assert (end.code, os.read(controlling, 1000)) == (0, b"yes\r\n[rank 0] (Pdb) answer yes True True\r\n"), end.text
     os.close(terminal)
     os.close(controlling)
 
@@ -147,7 +162,7 @@ SCRIPT = """
 from tests.joinables.trainer.test_output import Talks, Trainer, loader
 
 if __name__ == "__main__":
-    Trainer(devices=2).fit(Talks(), loader(12, 6))
+    Trainer(devices=2, logger=False).fit(Talks(), loader(12, 6))
 """
 
 
@@ -155,7 +170,8 @@ if __name__ == "__main__":
 def test_spawned(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py")]
-    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=True)
-    assert parts(ended.stdout, 1) == [f"a 1 {'a' * 3000} ", "b 1"]
+    for rank in range(2):
+        assert parts(ended.stdout, rank) == [f"a {rank} {'a' * 3000}", f"b {rank}"]
     assert ended.stderr.count("UserWarning: of all") == 1 and "UserWarning: of rank 1" in ended.stderr

@@ -85,7 +85,7 @@ def test_a_rank_without_data(pool: Pool, counts: tuple[int, ...]) -> None:
 
 def test_a_line_for_each_epoch_without_tqdm(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    run = Trainer(max_epochs=2, enable_progress_bar=True)
+    run = Trainer(max_epochs=2, enable_progress_bar=True, logger=False)
     run.fit(Classifier(), loader(12), loader(12))
     lines = capfd.readouterr().err.splitlines()
     assert [line[:20] for line in lines] == ["Epoch 1: train_loss=", "Epoch 2: train_loss="]
@@ -94,12 +94,12 @@ def test_a_line_for_each_epoch_without_tqdm(capfd: pytest.CaptureFixture[str], m
 
 def test_a_terminal_and_a_notebook_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_watched()
-    assert Trainer().callbacks == []
+    assert Trainer(logger=False).callbacks == []
     ends = pty.openpty()
     with os.fdopen(ends[1], "w") as terminal, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", terminal)
         assert is_watched()
-        assert Trainer(enable_progress_bar=False).callbacks == []
+        assert Trainer(enable_progress_bar=False, logger=False).callbacks == []
     os.close(ends[0])
     monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
     assert is_watched()

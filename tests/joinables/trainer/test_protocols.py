@@ -42,7 +42,7 @@ def free_port() -> int:
 
 def in_cluster(rank: int, port: int) -> Any:
     os.environ |= {"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere", "MASTER_PORT": "x"}
-    run = Trainer(strategy=DDPStrategy(cluster_environment=cluster(rank, port=port)))
+    run = Trainer(strategy=DDPStrategy(cluster_environment=cluster(rank, port=port)), logger=False)
     module = Classifier()
     place = run.world_size, run.global_rank, run.local_rank
     run.fit(module, loader(12, 6))

@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -15,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 from join.collectives.timeouts import TIMEOUTS
-from joinables.trainer import Callback, NotPicklable, Trainer, WorkerDied, launch
-from joinables.trainer.checkpoint import FileCheckpointIO
+from joinables.trainer import Callback, FileCheckpointIO, NotPicklable, Trainer, WorkerDied, launch
 from joinables.trainer.rescue import Rescue
 from joinables.trainer.trainer import Outcome
+from tests.ending import Ending
 from tests.joinables.trainer.modules import FEATURES, Classifier, loader
+from tests.joinables.trainer.ranks import trainer
 
 
 class Changes(Classifier):
@@ -121,6 +124,11 @@ class Fails(Callback):
             os._exit(3)
         if self.where == f"interrupt of rank {trainer.global_rank}":
             raise KeyboardInterrupt
+        if self.where == "Ctrl-C" and trainer.global_rank == 1:
+            while not list(Path(tempfile.gettempdir()).glob("*/result")):
+                threading.Event().wait(0.01)
+            os.kill(trainer.run.task.home, signal.SIGINT)
+            threading.Event().wait()
         self.is_over = self.where == f"result of rank {trainer.global_rank}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,6 +154,55 @@ def test_a_failure_after_training(tmp_path: Path, where: str) -> None:
     if sys.version_info >= (3, 11):
         told = r"torch\.load\('.*trained-epoch=1-step=1\.ckpt'\)\['module'\]"
         assert re.search(told, str(vars(caught.value)["__notes__"]))
+
+
+class Own(FileCheckpointIO):
+    """Knows which files it has saved in this process."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    @override
+    def save(self, checkpoint: dict[str, Any], path: str) -> None:
+        super().save(checkpoint, path)
+        self.paths.append(path)
+
+
+@pytest.mark.parametrize("where", ["hook", "end of rank 1", "Ctrl-C"])
+def test_the_process_of_the_user_saves_with_the_object_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    io, alone = Own(), Classifier()
+    Trainer(devices=1).fit(alone, loader(6))
+    run = Trainer(devices=2, strategy="ddp_fork", callbacks=Fails(where), checkpoint_io=io)
+    with pytest.raises((KeyError, WorkerDied, KeyboardInterrupt)):
+        run.fit(Classifier(), loader(6))  # rank 1 has no data
+    torch.testing.assert_close(io.load(io.paths[0])["module"], dict(alone.state_dict()))
+    assert io.paths == [str(tmp_path / "trained-epoch=1-step=1.ckpt")]
+
+
+def fails(rank: int, folder: Path) -> Any:
+    io = Own()
+    run = trainer(callbacks=Fails("hook"), checkpoint_io=io, default_root_dir=folder)
+    with pytest.raises(KeyError):
+        run.fit(Classifier(), list(loader(6 * (rank == 0), 6)))
+    return io.paths
+
+
+def test_rank_0_saves_under_a_launcher(ending: Ending, tmp_path: Path) -> None:
+    alone = Classifier()
+    Trainer(devices=1).fit(alone, loader(6))
+    (path,), *others = ending.run(fails, tmp_path, ranks=3)
+    assert others == [[], []]
+    torch.testing.assert_close(torch.load(path)["module"], dict(alone.state_dict()))
+
+
+def test_a_single_process_saves_too(tmp_path: Path) -> None:
+    module = Classifier()
+    with pytest.raises(KeyError):
+        Trainer(devices=1, callbacks=Fails("hook")).fit(module, loader(6))
+    torch.testing.assert_close(trained(tmp_path), dict(module.state_dict()))
 
 
 def test_a_result_that_does_not_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

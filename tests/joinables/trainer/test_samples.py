@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,13 +95,22 @@ class Opaque:
 
 
 def test_a_count_that_nothing_shows() -> None:
-    with pytest.raises(TypeError, match=r"of type Opaque and has no length.* batch_size\(self, batch\) in Fits"):
+    with pytest.raises(TypeError, match=r"of type Opaque, which has no length.* batch_size\(self, batch\) in Fits"):
         SampleCounter(Fits(), [])(Opaque(), 0)
+    for batch in ((torch.tensor(3), object()), SimpleNamespace(x=torch.ones(4))):
+        with pytest.raises(TypeError, match=r"of type (object|SimpleNamespace), which has no length.*\[J644\]"):
+            SampleCounter(Fits(), [])(batch, 0)
     joined = DataLoader(dataset(8), 4, collate_fn=lambda items: torch.cat([x for x, _ in items]))
     with pytest.warns(UserWarning, match=r"another length than .* Define batch_size\(self, batch\) in Fits"):
         assert SampleCounter(Fits(), joined)(next(iter(joined)), 0) == 4 * FEATURES
     with pytest.warns(UserWarning, match="different lengths"):
         assert SampleCounter(Fits(), [])((torch.ones(5, 8), torch.ones(8)), 0) == 5
+
+
+@pytest.mark.parametrize("batch", [(np.ones((5, 2)), np.ones(5)), (3, range(5)), {"x": [None, np.ones(5)]}])
+def test_objects_that_are_not_moved_are_asked_too(batch: Any) -> None:
+    assert SampleCounter(Fits(), [])(batch, 0) == 5
+    assert SampleCounter(Fits(), [])((None, 3, 0.5, "text", torch.tensor(3)), 0) == 1
 
 
 def test_objects_are_moved() -> None:

@@ -6,6 +6,7 @@ import copy
 import fcntl
 import gc
 import importlib
+import inspect
 import math
 import multiprocessing
 import os
@@ -36,8 +37,10 @@ from joinables.trainer import (
     WorkerDied,
 )
 from joinables.trainer.checkpoint import read_checkpoint
+from joinables.trainer.module import check_module
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.models import TOLERANCE, assert_same, flat_state
+from tests.scripts import ROOT
 from tests.selection import ALL
 
 
@@ -265,7 +268,7 @@ def test_ctrl_c(tmp_path: Path, start_method: str) -> None:
     script, begun, folder = tmp_path / "script.py", tmp_path / "begun", tmp_path / "left"
     script.write_text(INTERRUPTED)
     folder.mkdir()
-    environ = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.getcwd()}
+    environ = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     keyboard, terminal = pty.openpty()
     before = termios.tcgetattr(terminal)
     parent = subprocess.Popen(
@@ -402,7 +405,7 @@ def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
     trainer = Trainer(max_epochs=2, callbacks=ModelCheckpoint(tmp_path))
     module = Classifier()
     trainer.fit(module, loader())
-    path = trainer.callbacks[0].best_model_path  # pyright: ignore[reportAttributeAccessIssue]
+    path = trainer.callbacks[-1].best_model_path  # pyright: ignore[reportAttributeAccessIssue]
     tested = trainer.test(module, loader(20))
     restored = Classifier()
     assert Trainer().test(restored, loader(20), ckpt_path=path) == tested
@@ -444,7 +447,11 @@ BAD = [
     ({"num_nodes": 2, "devices": 1}, ValueError, "torchrun, SLURM, MPI"),
     ({"devices": [0, 1]}, TypeError, r"devices=\[0, 1\] is not a number of processes\. .* CUDA_VISIBLE_DEVICES"),
     ({"max_epoch": 3}, TypeError, r"no argument 'max_epoch'\. Use one of .*max_epochs.*\[J643\]"),
-    ({"fast_dev_run": True}, TypeError, r"no argument 'fast_dev_run'\. Pass max_epochs=1 and logger=False\. .*Subset"),
+    (
+        {"fast_dev_run": True},
+        TypeError,
+        r"no argument 'fast_dev_run'\. Pass Trainer\(max_epochs=1, logger=False\)\. .*",
+    ),
     ({"limit_test_batches": 3}, TypeError, r"no argument 'limit_test_batches'\. Pass loaders over .*Subset"),
     ({"callbacks": [print]}, TypeError, "callbacks has an object of type builtin"),
     ({"callbacks": print}, TypeError, "callbacks has an object of type builtin"),
@@ -489,16 +496,28 @@ class OneArgument(Classifier):
     def training_step(self, batch: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
+@pytest.mark.parametrize("name", ["train_dataloaders", "val_dataloaders", "dataloaders", "datamodule"])
+def test_the_loaders_of_the_method_that_was_called(name: str) -> None:
+    run: Any = Trainer()
+    for called in (run.fit, run.validate, run.test, run.predict):
+        own = " and ".join(each for each in inspect.signature(called).parameters if "loader" in each)
+        with pytest.raises(TypeError, match=rf"^{called.__name__} has no argument '{name}'\. Pass loaders as {own}\."):
+            called(Classifier(), **{name: loader(12)})
+    with pytest.raises(TypeError, match=r"Pass loaders as arguments of fit, validate, test or predict\."):
+        cast("Any", Trainer)(**{name: loader(12)})
+
+
+class WithoutSignature(Classifier):
+    training_step = staticmethod(max)  # pyright: ignore
+
+
+def test_a_step_whose_arguments_nothing_tells() -> None:
+    check_module(WithoutSignature(), "fit")
+
+
 def test_first_lines_of_users_of_lightning(capfd: pytest.CaptureFixture[str]) -> None:
     run, module, batches = cast("Any", Trainer()), cast("Any", Classifier()), loader(12)
     told = {
-        r"fit has no argument 'train_dataloaders'\. Pass the loader as train_loader": lambda: run.fit(
-            module, train_dataloaders=batches
-        ),
-        r"fit has no argument 'datamodule'\. Pass loaders": lambda: run.fit(module, datamodule=batches),
-        r"predict has no argument 'dataloaders'\. Pass the loader as loader": lambda: run.predict(
-            module, dataloaders=batches
-        ),
         r"test has no argument 'verbose'\. Use one of module, loader, ckpt_path": lambda: run.test(
             module, batches, verbose=True
         ),

@@ -17,12 +17,14 @@ from tests.integrations.transformers.lm import (
     ROWS,
     alone,
     collated,
+    evaluation_loss,
     llama,
     points,
     regression,
     sentences,
 )
 from tests.integrations.transformers.training import STEPS, TO_EVALUATE, logged, parameters, trainer_of
+from tests.integrations.transformers.versions import PRECISION
 from tests.models import assert_same
 from tests.pool import Pool
 
@@ -48,7 +50,7 @@ def compare(pool: Pool, kind: str, accumulate: int, fsdp: bool) -> None:
     for state, told, made in pool.run(train, kind, accumulate, steps, fsdp, ranks=RANKS, timeout=40):
         assert made == steps
         assert_same(state, expected, 1e-5)
-        assert told == pytest.approx(losses, abs=1e-5)
+        assert told == pytest.approx(losses, abs=PRECISION)
 
 
 def train(rank: int, kind: str, accumulate: int, steps: int, fsdp: bool) -> tuple[Any, ...]:
@@ -77,7 +79,7 @@ def test_evaluation_on_uneven_streams(pool: Pool) -> None:
     batches = [collated(sentences(0, 0, step)) for step in range(TO_EVALUATE[0][0])]
     _, _, expected = alone(llama(), sentences, 1, 4, evaluated=batches)
     with torch.no_grad():
-        first = sum(llama().eval()(**batch).loss.item() for batch in batches) / len(batches)
+        first = sum(evaluation_loss(llama().eval(), batch) for batch in batches) / len(batches)
     for before, during, rows, predicted in pool.run(evaluate, ranks=RANKS, timeout=40):
         assert before == pytest.approx(first, abs=1e-5)
         assert during[-4:] == pytest.approx(expected, abs=1e-5)
@@ -126,7 +128,7 @@ def test_resuming_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, at: int)
     pool.run(train_and_stop, str(tmp_path), at, ranks=RANKS, timeout=40)
     for state, told in pool.run(resume, str(tmp_path), at, ranks=RANKS, timeout=40):
         assert_same(state, expected, 1e-5)
-        assert told == pytest.approx(losses, abs=1e-5)
+        assert told == pytest.approx(losses, abs=PRECISION)
 
 
 def failing(rank: int) -> str:

@@ -517,8 +517,8 @@ def with_length(loader: Any, length: int | None) -> Generator[None]:
         set_class(type(kind.__name__, (kind,), {"__len__": get_length}))
     except TypeError:
         raise TypeError(
-            f"get_train_dataloader returned a {kind.__name__}, which cannot have the length of the longest loader of"
-            " all ranks. Return a torch.utils.data.DataLoader. [J764]"
+            f"get_train_dataloader returned an object of type {kind.__name__}, which cannot have the length of the"
+            " longest loader of all ranks. Return a torch.utils.data.DataLoader. [J764]"
         ) from None
     try:
         yield

@@ -165,6 +165,10 @@ ROWS = [
         transformers=f"J725 {DUMMIES}test_a_trainer_as_it_is_and_one_that_looks_at_its_losses",
     ),
     Row(
+        "a sum of one's own over batches, as a row for `gather_for_metrics`",
+        accelerate=f"J765 {DUMMIES}test_what_dummies_give_is_left_out",
+    ),
+    Row(
         "rows of the training batch, gathered after such an evaluation",
         accelerate=f"J726 {DATA}test_an_evaluation_in_the_loop_counts_each_sample_once",
     ),

@@ -55,6 +55,25 @@ def test_gathering_in_step(pool: Pool, counts: tuple[int, ...]) -> None:
         assert names == [f"{rank}: {1 + rank + step}" for step in steps for rank in range(RANKS) if step < counts[rank]]
 
 
+def gather_one_row(rank: int, samples: int) -> list[int]:
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        accelerate = accelerator()
+        model = accelerate.prepare(build("mlp"))
+        data = [batch(rank, 0, step)[0][:samples] for step in range(rank)]
+        with join_uneven_inputs(accelerate, [model]) as join, torch.no_grad():
+            for x in join.iterate(data):
+                own = x[:1] if samples == 1 or rank else x.flatten()[: 1 + len(x)]  # as of words, with any number
+                return [len(accelerate.gather_for_metrics(each)) for each in (x, own, x.mean())]
+    return []
+
+
+def test_one_row_is_not_always_a_sum(pool: Pool) -> None:
+    assert pool.run(gather_one_row, 1, ranks=RANKS) == [[1, 1, 1]] * RANKS
+    assert pool.run(gather_one_row, 3, ranks=RANKS) == [[3, 1, 1]] * RANKS
+
+
 def evaluate(rank: int, counts: tuple[int, ...], even: bool, stops: bool) -> tuple[list[list[int]], list[float]]:
     """Evaluate in each training step, on a prepared loader; what is counted, and the mean of the training losses."""
     from joinables.integrations.accelerate import join_uneven_inputs

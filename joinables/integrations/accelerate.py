@@ -156,6 +156,7 @@ class AcceleratedJoin(Join):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._batch = None
         with self._restore:
             super().__exit__(kind, error, traceback)
         if hasattr(self._loader, "dl_state_dict"):  # the loader had read ahead if a break ended the loop
@@ -199,7 +200,7 @@ class AcceleratedJoin(Join):
 
 
 class SeenBatches(Batches[T]):
-    """Batches of a loop, each of which is passed to a function when its step begins, and ``None`` at the end.
+    """Batches of a loop, each of which is passed to a function when its step begins.
 
     Args:
         batches: The batches.
@@ -208,18 +209,15 @@ class SeenBatches(Batches[T]):
 
     __slots__ = ("join_see",)
 
-    def __init__(self, batches: Batches[T], see: Callable[[T | None], None]) -> None:
+    def __init__(self, batches: Batches[T], see: Callable[[T], None]) -> None:
         super().__init__(batches.join_loop, batches.join_loader)
         object.__setattr__(self, "join_see", see)
 
     @override
     def __iter__(self) -> Iterator[T]:
-        try:
-            for batch in super().__iter__():
-                self.join_see(batch)
-                yield batch
-        finally:
-            self.join_see(None)
+        for batch in super().__iter__():
+            self.join_see(batch)
+            yield batch
 
 
 class PreparedLoaders:
@@ -474,11 +472,9 @@ def gather_rows(join: Join, data: Any, samples: int = 0) -> Any:
     if min(told[1]) > 1 and any(map(all, zip(*told[0], strict=True))):
         raise JoinError(
             f"accelerator.gather_for_metrics got one row on each rank in step {join.channel.step.number}, but the"
-            f" batches have {min(told[1])} samples or more. A sum of your own counts on ranks without data, too, and"
-            " the rows of these ranks are dropped. For a sum of your own, call torch.distributed.all_reduce. If losses"
-            " are divided by it, pass join_uneven_inputs(..., divide_by_initial_world_size=True) and"
-            " join.iterate(loader, fill_window=True), too. For a value of the batch, pass a tensor without dimensions."
-            " [J765]"
+            f" batches have {min(told[1])} samples or more. A sum of your own would lack the rows of ranks without"
+            " data. Add such sums by torch.distributed.all_reduce. To divide losses by a sum, let them be means and"
+            " pass join.iterate(weigh=function). For a value of the batch, pass a tensor without dimensions. [J765]"
         )
     return pytree.tree_unflatten(
         [torch.cat(parts).to(leaf.device) for leaf, *parts in zip(leaves, *ranks, strict=True)], spec

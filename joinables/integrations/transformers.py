@@ -37,7 +37,7 @@ import copy
 import importlib
 import math
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -186,9 +186,8 @@ class JoinTrainerMixin(_Base):
             return self._plain.set_initial_training_values(args, dataloader, *more)
         lengths: list[Any] = collective_of(None).all_gather_object(length_of(dataloader), plain=True)
         size = args.gradient_accumulation_steps
-        self._training.enter_context(
-            with_length(dataloader, None if None in lengths else -(-max(lengths) // size) * size)
-        )
+        length = None if None in lengths else -(-max(lengths) // size) * size
+        self._training.callback(set_length(dataloader, length))
         epochs, steps, *values = self._plain.set_initial_training_values(args, dataloader, *more)
         file = Path(self._resumed_from or "", "trainer_state.json")
         if self._resumed_from is not None and file.is_file():
@@ -499,31 +498,26 @@ def beginning_at(loader: Any, epoch: int) -> AbstractContextManager[None]:
     return replaced(stream, "set_epoch", set_epoch)
 
 
-@contextmanager
-def with_length(loader: Any, length: int | None) -> Generator[None]:
-    """Return a context in which a loader has the length of the longest one of all ranks.
+def set_length(loader: Any, length: int | None) -> Callable[[], None]:
+    """Have a loader report the length of the longest one of all ranks, and return the function that undoes this.
 
     Args:
         loader: This rank's loader.
-        length: Its length in the context; ``None`` for a loader without a length.
+        length: The length; ``None`` for a loader without a length.
+
+    Raises:
+        TypeError: If the class of the loader cannot be changed.
     """
     kind = cast("Any", type(loader))
-
-    def get_length(_: Any) -> int:
-        return len(Loader(loader, length))
-
     set_class = partial(vars(object)["__class__"].__set__, loader)  # some loaders have a property of this name
     try:
-        set_class(type(kind.__name__, (kind,), {"__len__": get_length}))
+        set_class(type(kind.__name__, (kind,), {"__len__": Loader(loader, length).__len__}))
     except TypeError:
         raise TypeError(
             f"get_train_dataloader returned an object of type {kind.__name__}, which cannot have the length of the"
             " longest loader of all ranks. Return a torch.utils.data.DataLoader. [J764]"
         ) from None
-    try:
-        yield
-    finally:
-        set_class(kind)
+    return partial(set_class, kind)
 
 
 def is_stream(loader: Any) -> bool:

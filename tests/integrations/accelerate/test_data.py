@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from join import JoinError
+from tests.ending import Ending
 from tests.integrations.ranks import accelerator, imported, launched
 from tests.models import assert_same, batch, build
 from tests.pool import Pool
@@ -72,6 +73,27 @@ def gather_one_row(rank: int, samples: int) -> list[int]:
 def test_one_row_is_not_always_a_sum(pool: Pool) -> None:
     assert pool.run(gather_one_row, 1, ranks=RANKS) == [[1, 1, 1]] * RANKS
     assert pool.run(gather_one_row, 3, ranks=RANKS) == [[3, 1, 1]] * RANKS
+
+
+def train_locally(rank: int, in_loop: bool) -> None:
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        accelerate = accelerator()
+        model = accelerate.prepare(build("mlp"))
+        local = imported("accelerate.local_sgd").LocalSGD
+        data = [batch(rank, 0, step)[0] for step in range(rank)]
+        with join_uneven_inputs(accelerate, [model]) as join:
+            told = pytest.raises(JoinError, match=r"call accelerator\.reduce only in a loop over .* \[J116\]")
+            with told, local(accelerate, model, local_sgd_steps=1) as sgd:
+                for x in join.iterate(data) if in_loop else ():
+                    accelerate.backward(model(x).square().mean())
+                    sgd.step()
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+def test_local_sgd_is_refused(ending: Ending, in_loop: bool) -> None:
+    ending.run(train_locally, in_loop, ranks=RANKS)
 
 
 def evaluate(rank: int, counts: tuple[int, ...], even: bool, stops: bool) -> tuple[list[list[int]], list[float]]:

@@ -86,6 +86,28 @@ def test_evaluation_on_uneven_streams(pool: Pool) -> None:
         assert rows == predicted == ROWS * len(batches)
 
 
+def stop_early(rank: int, folder: str) -> tuple[Any, ...]:
+    from transformers import EarlyStoppingCallback
+
+    each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    with launched():
+        # The rate is so high that the loss soon grows; only one rank has data to evaluate.
+        more = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.3}
+        stop = EarlyStoppingCallback(early_stopping_patience=2)
+        trainer = trainer_of(rank, "tokens", folder, callbacks=[stop], **each, **more)
+        trainer.train()
+        state = trainer.state
+        return parameters(trainer), state.global_step, logged(trainer, "eval_loss"), trainer.evaluate()["eval_loss"]
+
+
+def test_early_stopping_and_the_best_model(pool: Pool, tmp_path: Path) -> None:
+    (state, steps, losses, best), other = pool.run(stop_early, str(tmp_path), ranks=RANKS, timeout=40)
+    assert 3 <= steps == len(losses) < STEPS[1] and steps == losses.index(min(losses)) + 3
+    assert best == min(losses)
+    assert_same(other[0], state, 0)
+    assert other[1:] == (steps, losses, best)
+
+
 def train_and_stop(rank: int, folder: str, at: int) -> None:
     from transformers import TrainerCallback
 

@@ -125,7 +125,6 @@ class AcceleratedJoin(Join):
         self._accelerator, self._prepared = accelerator, PreparedLoaders(lambda: self._step, even_batches)
         self._restore = ExitStack()
         self._loader: Any = None  # the loader of the last loop over iterate
-        self._batch: Any = None  # the batch of its current step
 
     @override
     def __enter__(self) -> Self:
@@ -147,7 +146,11 @@ class AcceleratedJoin(Join):
                 self._prepared.change(loader, undo)
             prepared = self._prepared
             changed = counting_no_dummies(
-                accelerator, self, prepared.evaluates, prepared.has_evaluated, samples=lambda: samples_in(self._batch)
+                accelerator,
+                self,
+                prepared.evaluates,
+                prepared.has_evaluated,
+                samples=lambda: samples_in(prepared.batch),
             )
             undo.enter_context(changed)
             undo.enter_context(replaced(accelerator, "save_state", partial(self._save_state, accelerator.save_state)))
@@ -156,7 +159,7 @@ class AcceleratedJoin(Join):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._batch = None
+        self._prepared.batch = None
         with self._restore:
             super().__exit__(kind, error, traceback)
         if hasattr(self._loader, "dl_state_dict"):  # the loader had read ahead if a break ended the loop
@@ -196,7 +199,7 @@ class AcceleratedJoin(Join):
         options.setdefault("window", self._accelerator.gradient_accumulation_steps)
         options.setdefault("dummy", "empty" if mixes_ranks else "last")
         self._loader = loader
-        return SeenBatches(super().iterate(loader, until, **options), partial(setattr, self, "_batch"))
+        return SeenBatches(super().iterate(loader, until, **options), partial(setattr, self._prepared, "batch"))
 
 
 class SeenBatches(Batches[T]):
@@ -230,6 +233,8 @@ class PreparedLoaders:
 
     def __init__(self, step: Callable[[], Step], even_batches: bool | None) -> None:
         self._step, self._even_batches = step, even_batches
+        self.batch: Any = None
+        """Batch of the current step of the block's loop."""
         self._nested: dict[int, int] = {}  # by the id of a loader that began inside a step: the number of the step
         self._last: Step | None = None  # the last step in which a loader began
         self._evenness: dict[int, bool] = {}  # by the id of a sampler: its setting outside the block

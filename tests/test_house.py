@@ -244,7 +244,7 @@ OF_FRAMEWORKS = {
     "joinables/metrics": set(dir(torchmetrics.SumMetric())),
     # Lightning's, Accelerate's and Transformers', which are not installed here.
     "joinables/integrations/lightning": {"_DataFetcher", "_ResultCollection", "_mode", "_select_data_fetcher"},
-    "joinables/integrations": {"_dataloaders", "_do_sync", "_get_num_items_in_batch", "_prepare_inputs"},
+    "joinables/integrations": {"_dataloaders", "_do_sync", "_get_num_items_in_batch", "_prepare_inputs", "_run_epoch"},
 }
 """The private names that a folder uses of what is neither torch's nor ours."""
 

@@ -31,7 +31,7 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -42,7 +42,7 @@ import torch
 from typing_extensions import Self, override
 
 from join import Join, JoinError
-from join.batch import Step, map_tensors, tensors_in
+from join.batch import Step, map_tensors, samples_in, tensors_in
 from join.collectives import SingleCollective
 from join.collectives._torch_private import pytree
 from join.loop import Batches
@@ -145,13 +145,21 @@ class AcceleratedJoin(Join):
             for loader in accelerator._dataloaders:
                 self._prepared.change(loader, undo)
             prepared = self._prepared
-            undo.enter_context(counting_no_dummies(accelerator, self, prepared.evaluates, prepared.has_evaluated))
+            changed = counting_no_dummies(
+                accelerator,
+                self,
+                prepared.evaluates,
+                prepared.has_evaluated,
+                samples=lambda: samples_in(prepared.batch),
+            )
+            undo.enter_context(changed)
             undo.enter_context(replaced(accelerator, "save_state", partial(self._save_state, accelerator.save_state)))
 
     @override
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._prepared.batch = None
         with self._restore:
             super().__exit__(kind, error, traceback)
         if hasattr(self._loader, "dl_state_dict"):  # the loader had read ahead if a break ended the loop
@@ -191,7 +199,28 @@ class AcceleratedJoin(Join):
         options.setdefault("window", self._accelerator.gradient_accumulation_steps)
         options.setdefault("dummy", "empty" if mixes_ranks else "last")
         self._loader = loader
-        return super().iterate(loader, until, **options)
+        return SeenBatches(super().iterate(loader, until, **options), partial(setattr, self._prepared, "batch"))
+
+
+class SeenBatches(Batches[T]):
+    """Batches of a loop, each of which is passed to a function when its step begins.
+
+    Args:
+        batches: The batches.
+        see: The function.
+    """
+
+    __slots__ = ("join_see",)
+
+    def __init__(self, batches: Batches[T], see: Callable[[T], None]) -> None:
+        super().__init__(batches.join_loop, batches.join_loader)
+        object.__setattr__(self, "join_see", see)
+
+    @override
+    def __iter__(self) -> Iterator[T]:
+        for batch in super().__iter__():
+            self.join_see(batch)
+            yield batch
 
 
 class PreparedLoaders:
@@ -204,6 +233,8 @@ class PreparedLoaders:
 
     def __init__(self, step: Callable[[], Step], even_batches: bool | None) -> None:
         self._step, self._even_batches = step, even_batches
+        self.batch: Any = None
+        """Batch of the current step of the block's loop."""
         self._nested: dict[int, int] = {}  # by the id of a loader that began inside a step: the number of the step
         self._last: Step | None = None  # the last step in which a loader began
         self._evenness: dict[int, bool] = {}  # by the id of a sampler: its setting outside the block
@@ -289,9 +320,9 @@ def refuse_gather(_: Any) -> Any:
         JoinError: In any case.
     """
     raise JoinError(
-        "accelerator.gather would return rows of dummies too. Call accelerator.gather_for_metrics, which does not. If"
-        " losses are divided by the result, pass join_uneven_inputs(..., divide_by_initial_world_size=True) and"
-        " join.iterate(loader, fill_window=True). [J521]"
+        "accelerator.gather would return rows of dummies too. Call accelerator.gather_for_metrics, which does not. For"
+        " a number that losses are divided by, call torch.distributed.all_reduce, and pass join_uneven_inputs(...,"
+        " divide_by_initial_world_size=True) and join.iterate(loader, fill_window=True). [J521]"
     )
 
 
@@ -368,6 +399,7 @@ def counting_no_dummies(
     evaluates: Callable[[], bool] = bool,
     has_evaluated: Callable[[], bool] = bool,
     gather: Callable[[Any], Any] = refuse_gather,
+    samples: Callable[[], int] = int,
 ) -> Generator[None]:
     """Return a context in which an accelerator's collectives drop rows of dummies, and its loaders end with the loop.
 
@@ -377,6 +409,7 @@ def counting_no_dummies(
         evaluates: Returns whether the ranks evaluate inside a step, on batches that are no dummies.
         has_evaluated: Returns whether the ranks have begun to evaluate inside the current step.
         gather: The function that replaces ``accelerator.gather``.
+        samples: Returns the number of samples in the batch of the current step; 0 if that is unknown.
     """
     state = cast("object", accelerator.gradient_state)
 
@@ -395,7 +428,7 @@ def counting_no_dummies(
                 " rows of the training batch, call it before the evaluation. [J726]"
             )
         if not use_gather_object:
-            return gather_rows(join, input_data)
+            return gather_rows(join, input_data, samples())
         own: list[Any] = [] if join.shadowing else list(input_data)
         return list(chain.from_iterable(join.collective.all_gather_object(own)))
 
@@ -417,7 +450,7 @@ def counting_no_dummies(
         yield
 
 
-def gather_rows(join: Join, data: Any) -> Any:
+def gather_rows(join: Join, data: Any, samples: int = 0) -> Any:
     """Return the rows of ``data`` of all ranks with data in this step, in rank order.
 
     All ranks call this in the same step, and may have different numbers of rows. A plain gather would count the rows of
@@ -427,15 +460,27 @@ def gather_rows(join: Join, data: Any) -> Any:
         join: The block with the current loop over ``iterate``.
         data: Tensors of shape ``[rows, ...]`` in lists, tuples and dicts. All but the number of rows is the same on all
             ranks. A tensor without dimensions is a row.
+        samples: The number of samples in the batch of this rank; 0 if that is unknown.
 
     Returns:
         The same structure, with the rows of all ranks.
+
+    Raises:
+        JoinError: On all ranks, if each passes a tensor of one row, and the batches have more than one sample.
     """
     leaves, spec = pytree.tree_flatten(data)
     rows: list[torch.Tensor] = [leaf if leaf.dim() else leaf[None] for leaf in leaves]
+    lone = [leaf.dim() > 0 and len(leaf) == 1 for leaf in leaves]
     if join.shadowing:
-        rows = [tensor[:0] for tensor in rows]
-    ranks = gather_trees(join.collective, rows)
+        rows, samples = [tensor[:0] for tensor in rows], sys.maxsize
+    ranks, *told = zip(*gather_trees(join.collective, (rows, lone, samples)), strict=True)
+    if min(told[1]) > 1 and any(map(all, zip(*told[0], strict=True))):
+        raise JoinError(
+            f"accelerator.gather_for_metrics got one row on each rank in step {join.channel.step.number}, but the"
+            f" batches have {min(told[1])} samples or more. A sum of your own would lack the rows of ranks without"
+            " data. Add such sums by torch.distributed.all_reduce. To divide losses by a sum, let them be means and"
+            " pass join.iterate(weigh=function). For a value of the batch, pass a tensor without dimensions. [J765]"
+        )
     return pytree.tree_unflatten(
         [torch.cat(parts).to(leaf.device) for leaf, *parts in zip(leaves, *ranks, strict=True)], spec
     )

@@ -28,7 +28,7 @@ process.
 Transformers has Accelerate prepare its loaders, and Accelerate distributes one stream over all ranks. Here each rank
 has its own stream, and its loader is prepared as in a single process: batches go to the device, and nothing else.
 
-Tried on Transformers 5.20 to 5.24 with Accelerate 1.15.
+Tried on Transformers 4.57 with Accelerate 1.11, on 5.0, 5.3, 5.10 and 5.16, and on 5.20 to 5.24 with Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ import copy
 import importlib
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
+from typing_extensions import Self, override
 
 from join import Join, JoinError, JoinReport
 from join.batch import emptied, samples_in, tensors_in
@@ -68,17 +69,16 @@ except ImportError as missing:
 
 HOOKS = (
     "_get_num_items_in_batch",
+    "_inner_training_loop",
     "_prepare_inputs",
-    "_init_training_state",
-    "_run_epoch",
-    "_track_num_input_tokens",
     "evaluation_loop",
     "get_batch_samples",
-    "loss_is_scaled_for_ga",
     "set_initial_training_values",
     "training_step",
 )
 """Names of the Trainer that this class overrides or reads, so they must exist."""
+IS_ONE_METHOD = not hasattr(_library.Trainer, "_run_epoch")
+"""Whether the whole training of a Trainer is one method, as before Transformers 5.3."""
 PREPARED = "_is_accelerate_prepared"
 """Name of Accelerate's mark on a model."""
 LOG_ONLY = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
@@ -124,7 +124,10 @@ class JoinTrainerMixin(_Base):
     """
 
     join_report: JoinReport | None = None
+    _training: ExitStack  # undoes the changes of a training of several ranks
+    _epoch: ExitStack | None = None  # ends the block of the current epoch; None outside such a training
     _windows: MicroBatchWindows | None = None  # the windows of the current epoch
+    _resumed_from: str | None = None  # the checkpoint that the current training resumes
     _loss_counts: bool | None = None  # whether the loss depends on the number of tokens; None before that is known
     _batches_per_rank = 0.0  # the mean number of batches in the current window, without dummies
     _evaluation_group: dist.ProcessGroup | None = None
@@ -143,7 +146,7 @@ class JoinTrainerMixin(_Base):
         if missing_hooks:
             raise ImportError(
                 f"The Trainer of Transformers {_library.__version__} has no {missing_hooks[0]}, which JoinTrainer"
-                " needs. Install transformers 5.20 or newer. [J135]"
+                " needs. Install transformers 4.57 or newer. [J135]"
             )
 
     @property
@@ -177,41 +180,47 @@ class JoinTrainerMixin(_Base):
         with own_streams(self.accelerator):
             return self._plain.get_test_dataloader(test_dataset)
 
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+    def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> tuple[Any, ...]:
         """Compute the values from the length of an epoch on the rank with most batches, with a full last window."""
-        if self._is_distributed:
-            lengths: list[Any] = collective_of(None).all_gather_object(length_of(dataloader), plain=True)
-            size = args.gradient_accumulation_steps
-            dataloader = Loader(dataloader, None if None in lengths else -(-max(lengths) // size) * size)
-        return self._plain.set_initial_training_values(args, dataloader)
-
-    def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
-    ) -> tuple[int, int]:
-        """Return the position to resume from, in any epoch of a stream; a plain Trainer assumes the first."""
-        start = self._plain._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
-        file = Path(resume or "", "trainer_state.json")
-        if resume is None or num_update_steps_per_epoch != max_steps or not self._is_distributed or not file.is_file():
-            return start
-        saved = _library.TrainerState.load_from_json(str(file))
-        part, epoch = math.modf(saved.epoch or 0.0)
-        if self.args.ignore_data_skip:
-            return int(epoch), 0
-        return int(epoch), round(part * saved.max_steps * self.args.gradient_accumulation_steps)
+        if self._epoch is None:
+            return self._plain.set_initial_training_values(args, dataloader, *more)
+        lengths: list[Any] = collective_of(None).all_gather_object(length_of(dataloader), plain=True)
+        size = args.gradient_accumulation_steps
+        length = None if None in lengths else -(-max(lengths) // size) * size
+        self._training.callback(set_length(dataloader, length))
+        epochs, steps, *values = self._plain.set_initial_training_values(args, dataloader, *more)
+        file = Path(self._resumed_from or "", "trainer_state.json")
+        if self._resumed_from is not None and file.is_file():
+            saved = _library.TrainerState.load_from_json(str(file))
+            if None in lengths:
+                steps = StepsOfEpoch(steps).resuming(saved)
+            self._training.enter_context(beginning_at(dataloader, saved.global_step // steps))
+        return epochs, steps, *values
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def _run_epoch(self, model: Any, *arguments: Any, **named: Any) -> None:
+    def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         if not self._is_distributed:
             warn_if_alone("JoinTrainer", self.args.world_size, "Without GPUs, pass use_cpu=True to TrainingArguments.")
-            self._plain._run_epoch(model, *arguments, **named)
-            return
+            return self._plain._inner_training_loop(*arguments, **named)
         self._check_arguments()
+        self._resumed_from = named.get("resume_from_checkpoint")
+        # The Trainer divides losses by this number itself. In Transformers 5.3, Accelerate would divide them again.
+        self.accelerator.gradient_accumulation_steps = 1
+        try:
+            with in_words_of(ADVICE), ExitStack() as self._training, ExitStack() as self._epoch:
+                return self._plain._inner_training_loop(*arguments, **named)
+        finally:
+            self._epoch = None
+
+    @contextmanager
+    def _block(self, batches: Iterator[Any]) -> Generator[None]:
+        """Return the block of an epoch with these batches, which ends when the next one begins."""
         size = self.args.gradient_accumulation_steps
         try:
-            with in_words_of(ADVICE), Join([model, self.optimizer, self.lr_scheduler], loss_divided_by=size) as join:
-                self._windows = MicroBatchWindows(join, size)
-                self._plain._run_epoch(model, *arguments, **named)
+            with Join([self.model_wrapped, self.optimizer, self.lr_scheduler], loss_divided_by=size) as join:
+                self._windows = MicroBatchWindows(join, size, batches)
+                yield
                 self._windows.end()
         finally:
             self._windows = None
@@ -219,10 +228,13 @@ class JoinTrainerMixin(_Base):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[Any, Any]:
         """Return the window's micro-batches, filled up with dummies, and the number of tokens on all ranks."""
-        windows = self._windows
-        if windows is None:
+        if self._epoch is None:
             return self._plain.get_batch_samples(epoch_iterator, num_batches, device)
-        batches = windows.begin(epoch_iterator)
+        if self._windows is None or self._windows.batches is not epoch_iterator:
+            self._epoch.close()
+            self._epoch.enter_context(self._block(epoch_iterator))
+        windows = cast("MicroBatchWindows", self._windows)
+        batches = windows.begin()
         if not batches:
             return [], None
         if self._loss_counts is None and self.model_accepts_loss_kwargs and "labels" in batches[0]:
@@ -246,8 +258,8 @@ class JoinTrainerMixin(_Base):
         The heads of many models take the number and ignore it. Their loss is a mean over the batch. All ranks call
         this, each with a batch.
         """
-        if self.loss_is_scaled_for_ga is not None:
-            return self.loss_is_scaled_for_ga
+        if (is_scaled := getattr(self, "loss_is_scaled_for_ga", None)) is not None:  # Transformers 5.20 has it
+            return is_scaled
         if self.compute_loss_func is not None or self.label_smoother is not None:
             return True
         model = self.accelerator.unwrap_model(self.model_wrapped)
@@ -363,8 +375,16 @@ class JoinTrainerMixin(_Base):
                 "auto_find_batch_size=True restarts the training only on the rank that is out of memory. Remove it from"
                 " TrainingArguments. [J138]"
             )
-        parallel = {"tensor": self.get_tp_size(), "context": self.get_cp_size(), "sequence": self.get_sp_size()}
-        for name, size in parallel.items():
+        counted = args.include_num_input_tokens_seen
+        if counted not in ("no", False) and IS_ONE_METHOD:
+            raise ValueError(
+                f"include_num_input_tokens_seen={counted!r} would count the tokens of dummies in Transformers"
+                f" {_library.__version__}. Remove it from TrainingArguments, or install transformers 5.3 or newer."
+                " [J763]"
+            )
+        sizes = getattr(self.accelerator, "parallelism_config", None)
+        context, sequence = (getattr(sizes, name, 1) for name in ("cp_size", "sp_size"))
+        for name, size in {"tensor": self.get_tp_size(), "context": context, "sequence": sequence}.items():
             if size > 1:
                 raise ValueError(f"JoinTrainer cannot train with {name} parallelism. Use DDP or FSDP2. [J139]")
 
@@ -393,21 +413,18 @@ class MicroBatchWindows:
     Args:
         join: The block of the epoch.
         size: The number of micro-batches in a window.
+        batches: This rank's batches.
     """
 
-    def __init__(self, join: Join, size: int) -> None:
-        self.join, self._size = join, size
+    def __init__(self, join: Join, size: int, batches: Iterator[Any]) -> None:
+        self.join, self.batches, self._size = join, batches, size
         self._steps: Iterator[Any] | None = None  # None before the first window
         self._first: list[Any] = []  # the window's first micro-batch, if it has any
 
-    def begin(self, batches: Iterator[Any]) -> list[Any]:
-        """Begin the next window and return its batches on this rank, or one dummy; empty if no rank has any.
-
-        Args:
-            batches: This rank's batches, the same iterator in all windows.
-        """
+    def begin(self) -> list[Any]:
+        """Begin the next window and return its batches on this rank, or one dummy; empty if no rank has any."""
         if is_first := self._steps is None:
-            self._steps = iter(self.join.iterate(batches, dummy="last", window=self._size, fill_window=True))
+            self._steps = iter(self.join.iterate(self.batches, dummy="last", window=self._size, fill_window=True))
         self._first = list(islice(self._steps, 1))
         if is_first:
             warn_of_same_streams([] if self.join.shadowing else self._first)
@@ -437,6 +454,70 @@ def without_labels(batch: Any) -> Any:
 
 
 # -- loaders ----------------------------------------------------------------------------------------------------------
+
+
+class StepsOfEpoch(int):
+    """Number of optimizer steps in an epoch of a stream without a length, and the position in it to resume from.
+
+    A Trainer that resumes divides the steps of a checkpoint by this number. The quotient is the epoch, and the
+    remainder is the number of steps in it. The number of a stream is ``max_steps``, so the epoch would always be the
+    first. The checkpoint has the right position, and this number returns it as the quotient and the remainder.
+    """
+
+    _position = (0, 0)
+
+    def resuming(self, saved: Any) -> Self:
+        """Return this number with the position that the state of a checkpoint has."""
+        part, epoch = math.modf(saved.epoch or 0.0)
+        self._position = int(epoch), round(part * saved.max_steps)
+        return self
+
+    @override
+    def __rfloordiv__(self, _: int) -> int:
+        return self._position[0]
+
+    @override
+    def __rmod__(self, _: int) -> int:
+        return self._position[1]
+
+
+def beginning_at(loader: Any, epoch: int) -> AbstractContextManager[None]:
+    """Return a context in which a stream is in ``epoch`` or a later one.
+
+    Transformers before 5.3 sets the epoch before it skips the batches of a resumed epoch. Accelerate makes another
+    loader to skip them, and that loader sets epoch 0.
+    """
+    stream = getattr(loader, "dataset", None)
+    if not IS_ONE_METHOD or stream is None or not hasattr(stream, "set_epoch"):
+        return nullcontext()
+    as_usual = stream.set_epoch
+
+    def set_epoch(number: int) -> None:
+        as_usual(max(number, epoch))
+
+    return replaced(stream, "set_epoch", set_epoch)
+
+
+def set_length(loader: Any, length: int | None) -> Callable[[], None]:
+    """Have a loader report the length of the longest one of all ranks, and return the function that undoes this.
+
+    Args:
+        loader: This rank's loader.
+        length: The length; ``None`` for a loader without a length.
+
+    Raises:
+        TypeError: If the class of the loader cannot be changed.
+    """
+    kind = cast("Any", type(loader))
+    set_class = partial(vars(object)["__class__"].__set__, loader)  # some loaders have a property of this name
+    try:
+        set_class(type(kind.__name__, (kind,), {"__len__": Loader(loader, length).__len__}))
+    except TypeError:
+        raise TypeError(
+            f"get_train_dataloader returned an object of type {kind.__name__}, which cannot have the length of the"
+            " longest loader of all ranks. Return a torch.utils.data.DataLoader. [J764]"
+        ) from None
+    return partial(set_class, kind)
 
 
 def is_stream(loader: Any) -> bool:

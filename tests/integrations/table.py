@@ -161,8 +161,13 @@ ROWS = [
     ),
     Row(
         "sums of one's own over batches, reduced in the loop",
+        "yours lightning.md#logs",
         accelerate=f"J725 {DUMMIES}test_what_dummies_give_is_left_out",
         transformers=f"J725 {DUMMIES}test_a_trainer_as_it_is_and_one_that_looks_at_its_losses",
+    ),
+    Row(
+        "a sum of one's own over batches, as a row for `gather_for_metrics`",
+        accelerate=f"J765 {DUMMIES}test_what_dummies_give_is_left_out",
     ),
     Row(
         "rows of the training batch, gathered after such an evaluation",
@@ -172,7 +177,14 @@ ROWS = [
         "validation in the middle of a window",
         "J131 test_fit::test_a_validation_in_the_middle_of_a_window",
     ),
-    Row("early stopping", "exact test_evaluation::test_early_stopping_with_a_progress_bar"),
+    Row(
+        "early stopping",
+        "exact test_evaluation::test_early_stopping_with_a_progress_bar",
+        transformers="exact test_trainer::test_early_stopping_and_the_best_model",
+    ),
+    Row("the best model at the end", transformers="exact test_trainer::test_early_stopping_and_the_best_model"),
+    Row("`compute_metrics` on uneven streams", transformers="exact test_trainer::test_evaluation_on_uneven_streams"),
+    Row("`LocalSGD` of Accelerate", accelerate=f"J116 {DATA}test_local_sgd_is_refused"),
     Row(
         "resuming in the middle of an epoch",
         "exact test_resume::test_torchdata_s_loader_goes_on_from_each_step",

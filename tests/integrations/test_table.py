@@ -47,6 +47,7 @@ UNREACHABLE = {
     "J684": "users call joinables.Mean themselves",
     "J686": "users call join.mean themselves",
     "J735": "users read join.total_weight themselves",
+    "J765": "it is of the block that users of Accelerate open",
 }
 """Errors whose advice is a loop, and that users of Lightning and of Transformers do not meet."""
 

@@ -220,6 +220,8 @@ class JoinStrategy(DDPStrategy):
                 tensor = tensor.to(torch.get_default_dtype())
             if self._blocks.in_step:
                 return mean_over_ranks(collective_of(group), tensor, self._blocks.weight)
+        elif self._blocks.in_step and self._blocks.is_dummy and reduce_op in ("sum", torch.distributed.ReduceOp.SUM):
+            tensor = torch.zeros_like(tensor)
         return super().reduce(tensor, group, reduce_op)
 
     @override

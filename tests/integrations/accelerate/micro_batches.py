@@ -32,13 +32,17 @@ def cut(accelerate: Any, join: Any, model: Any, optimizer: Any, rank: int, befor
                 optimizer.zero_grad()
 
 
-def divide(accelerate: Any, join: Any, model: Any, optimizer: Any, rank: int, collects: bool) -> None:
+def divide(accelerate: Any, join: Any, model: Any, optimizer: Any, rank: int, collects: bool | str) -> None:
     """Accelerate's guide on batches of several sizes: sums over samples, divided by the samples of all ranks."""
     collected, counted, other = list[Any](), torch.tensor(0), torch.nn.Linear(1, 1)
     for pair in join.iterate(data_of(rank), fill_window=True):
         if not collected:
             ahead = [] if join.shadowing else [pair, *join.pending[: STEPS - 1]]
-            counted = accelerate.gather_for_metrics(torch.tensor([sum(len(x) for x, _ in ahead)])).sum()
+            counted = torch.tensor(sum(len(x) for x, _ in ahead))
+            if collects == "gather":
+                counted = accelerate.gather_for_metrics(counted[None]).sum()
+            else:
+                torch.distributed.all_reduce(counted)
         collected = [*collected, pair]
         with accelerate.accumulate(other):  # as the other model of a GAN
             pass

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from join import JoinError
+from tests.ending import Ending
 from tests.integrations.ranks import accelerator, imported, launched
 from tests.models import assert_same, batch, build
 from tests.pool import Pool
@@ -53,6 +54,46 @@ def test_gathering_in_step(pool: Pool, counts: tuple[int, ...]) -> None:
             torch.testing.assert_close(sums, torch.stack([each.sum() for each in there]))
         steps = range(max(counts))
         assert names == [f"{rank}: {1 + rank + step}" for step in steps for rank in range(RANKS) if step < counts[rank]]
+
+
+def gather_one_row(rank: int, samples: int) -> list[int]:
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        accelerate = accelerator()
+        model = accelerate.prepare(build("mlp"))
+        data = [batch(rank, 0, step)[0][:samples] for step in range(rank)]
+        with join_uneven_inputs(accelerate, [model]) as join, torch.no_grad():
+            for x in join.iterate(data):
+                own = x[:1] if samples == 1 or rank else x.flatten()[: 1 + len(x)]  # as of words, with any number
+                return [len(accelerate.gather_for_metrics(each)) for each in (x, own, x.mean())]
+    return []
+
+
+def test_one_row_is_not_always_a_sum(pool: Pool) -> None:
+    assert pool.run(gather_one_row, 1, ranks=RANKS) == [[1, 1, 1]] * RANKS
+    assert pool.run(gather_one_row, 3, ranks=RANKS) == [[3, 1, 1]] * RANKS
+
+
+def train_locally(rank: int, in_loop: bool) -> None:
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        accelerate = accelerator()
+        model = accelerate.prepare(build("mlp"))
+        local = imported("accelerate.local_sgd").LocalSGD
+        data = [batch(rank, 0, step)[0] for step in range(rank)]
+        with join_uneven_inputs(accelerate, [model]) as join:
+            told = pytest.raises(JoinError, match=r"call accelerator\.reduce only in a loop over .* \[J116\]")
+            with told, local(accelerate, model, local_sgd_steps=1) as sgd:
+                for x in join.iterate(data) if in_loop else ():
+                    accelerate.backward(model(x).square().mean())
+                    sgd.step()
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+def test_local_sgd_is_refused(ending: Ending, in_loop: bool) -> None:
+    ending.run(train_locally, in_loop, ranks=RANKS)
 
 
 def evaluate(rank: int, counts: tuple[int, ...], even: bool, stops: bool) -> tuple[list[list[int]], list[float]]:

@@ -16,7 +16,7 @@ from tests.pool import Pool
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
 
 
-def train(rank: int, body: Any, option: bool) -> dict[str, torch.Tensor] | str:
+def train(rank: int, body: Any, option: bool | str) -> dict[str, torch.Tensor] | str:
     from joinables.integrations.accelerate import join_uneven_inputs
 
     with launched():
@@ -41,8 +41,12 @@ def test_the_line_to_write_is_exact(pool: Pool, body: Any, option: bool) -> None
 
 @pytest.mark.parametrize(
     ("body", "option", "told"),
-    [(cut, False, "accelerator.accumulate was entered again"), (divide, True, "2 losses were scaled in step 2")],
+    [
+        (cut, False, "accelerator.accumulate was entered again"),
+        (divide, True, "2 losses were scaled in step 2"),
+        (divide, "gather", "got one row on each rank in step 1, but the batches have 2 samples or more. A sum of"),
+    ],
 )
-def test_what_would_be_wrong_is_refused_on_all_ranks(pool: Pool, body: Any, option: bool, told: str) -> None:
+def test_what_would_be_wrong_is_refused_on_all_ranks(pool: Pool, body: Any, option: bool | str, told: str) -> None:
     for text in pool.run(train, body, option, ranks=2, timeout=40):
-        assert told in text and ("[J600]" in text) is (body is cut)
+        assert told in text and ("[J600]" in text) is (body is cut) and ("[J765]" in text) is (option == "gather")

@@ -179,6 +179,7 @@ class Gathers(Module):
     def training_step(self, data: Any, index: int) -> Any:
         loss = super().training_step(data, index)
         mean = self.trainer.strategy.reduce(loss.detach())
+        assert self.trainer.strategy.reduce(torch.ones(()), reduce_op="sum") == 1  # as of the rank with data
         if index:
             with pytest.raises(TypeError, match=r"self\.all_gather in a step would return rows of dummies"):
                 self.all_gather(mean)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from tests.integrations.transformers.versions import FIRST_TOKEN
+
 RANKS, ROWS, WORDS = 2, 2, 17
 COUNTS = ((5, 2), (0, 3), (4, 1))
 """Batches by epoch and rank; an epoch after these has none."""
@@ -91,7 +93,11 @@ def epoch_of(stream: type[Stream], samples: Any, epoch: int, counts: tuple[tuple
 
 
 def tokens(batch: dict[str, torch.Tensor]) -> int:
-    return int((batch["labels"][:, 1:] != -100).sum())
+    return int((batch["labels"][:, FIRST_TOKEN:] != -100).sum())
+
+
+def evaluation_loss(model: Any, batch: dict[str, torch.Tensor]) -> float:
+    return model(**batch, num_items_in_batch=tokens(batch)).loss.item()
 
 
 def alone(
@@ -125,7 +131,7 @@ def alone(
             if evaluated:
                 model.eval()
                 with torch.no_grad():
-                    means = [model(**batch)["loss"].item() for batch in evaluated]
+                    means = [evaluation_loss(model, batch) for batch in evaluated]
                 evaluations.append(sum(means) / len(means))
                 model.train()
             if len(losses) == max_steps:

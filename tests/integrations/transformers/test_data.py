@@ -7,10 +7,23 @@ from typing import Any
 
 import pytest
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
+from joinables.modules import replaced
 from tests.integrations.ranks import launched
-from tests.integrations.transformers.lm import RANKS, ROWS, SizedStream, Stream, alone, llama, points, sentences
-from tests.integrations.transformers.training import logged, parameters, trainer_of
+from tests.integrations.transformers.lm import (
+    RANKS,
+    ROWS,
+    SizedStream,
+    Stream,
+    alone,
+    collated,
+    llama,
+    points,
+    sentences,
+)
+from tests.integrations.transformers.training import STEPS, logged, parameters, trainer_of
+from tests.integrations.transformers.versions import COUNTS_TOKENS_IN_ITS_LOOP, PRECISION
 from tests.models import assert_same
 from tests.pool import Pool
 
@@ -49,7 +62,7 @@ def test_streams_that_have_a_length(pool: Pool) -> None:
     expected, losses, _ = alone(llama(), sentences, 2, 3)
     for state, told, epoch in pool.run(train_sized, ((5, 2),), ranks=RANKS, timeout=40):
         assert_same(state, expected, 1e-5)
-        assert told == pytest.approx(losses, abs=1e-5)
+        assert told == pytest.approx(losses, abs=PRECISION)
         assert epoch == 1
 
 
@@ -65,6 +78,25 @@ def test_one_stream_without_a_length_makes_all_have_none(pool: Pool) -> None:
     assert pool.run(train_mixed, ranks=RANKS, timeout=40) == [2] * RANKS
 
 
+def train_on_a_list(rank: int) -> int:
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(rank, "samples", folder)
+        loader = list(trainer.get_train_dataloader())
+        with replaced(trainer, "get_train_dataloader", lambda: loader):
+            with pytest.raises(TypeError, match=r"get_train_dataloader returned an object of type list, .* \[J764\]"):
+                trainer.train()
+            loader = DataLoader(trainer.train_dataset, ROWS, collate_fn=collated)
+            kind = type(loader)
+            trainer.train()
+        assert type(loader) is kind
+        return trainer.state.global_step
+
+
+def test_loaders_of_a_user(pool: Pool) -> None:
+    """Their length is that of the longest one, where they can have one, and only in the training."""
+    assert pool.run(train_on_a_list, ranks=RANKS, timeout=40) == [STEPS[1]] * RANKS
+
+
 def refused(rank: int) -> list[str]:
     told: list[str] = []
     with launched(), tempfile.TemporaryDirectory() as folder:
@@ -72,6 +104,7 @@ def refused(rank: int) -> list[str]:
             {"average_tokens_across_devices": False},
             {"auto_find_batch_size": True},
             {"model": DistributedDataParallel(llama())},
+            *([{"include_num_input_tokens_seen": "all"}] if COUNTS_TOKENS_IN_ITS_LOOP else []),
         ):
             try:
                 trainer_of(rank, "tokens", folder, **more).train()
@@ -85,6 +118,7 @@ def test_what_is_refused(pool: Pool) -> None:
         "average_tokens_across_devices=False counts the means of all ranks equally",
         "auto_find_batch_size=True restarts the training",
         "The module is wrapped in DistributedDataParallel twice",
+        *(["include_num_input_tokens_seen='all' would count"] if COUNTS_TOKENS_IN_ITS_LOOP else []),
     ]
     for told in pool.run(refused, ranks=RANKS, timeout=40):
         assert [text[: len(start)] for text, start in zip(told, starts, strict=True)] == starts
@@ -101,9 +135,9 @@ def test_classes_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             type("Wrong", bases, {})
     for bases in ((JoinTrainerMixin, Tuner), (JoinTrainer, transformers.Trainer), (JoinTrainer,)):
         type("Right", bases, {})
-    monkeypatch.delattr(transformers.Trainer, "_run_epoch")
+    monkeypatch.delattr(transformers.Trainer, "get_batch_samples")
     with pytest.raises(
-        ImportError, match=r"has no _run_epoch, which JoinTrainer needs\. Install transformers 5\.20 or"
+        ImportError, match=r"has no get_batch_samples, which JoinTrainer needs\. Install transformers 4\.57 or"
     ):
         type("Old", (JoinTrainerMixin, transformers.Trainer), {})
 

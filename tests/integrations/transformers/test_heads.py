@@ -11,6 +11,7 @@ import torch
 from tests.integrations.ranks import launched
 from tests.integrations.transformers.lm import COUNTS, RANKS, ROWS, WORDS, Stream, alone
 from tests.integrations.transformers.training import STEPS, logged, trainer_of
+from tests.integrations.transformers.versions import PRECISION
 from tests.pool import Pool
 
 pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
@@ -79,5 +80,5 @@ def test_it_trains_exactly(pool: Pool, head: str, accumulate: int) -> None:
     samples = Samples(head)
     _, losses, _ = alone(build(head), samples, accumulate, STEPS[accumulate])
     for told, norms in pool.run(train, head, accumulate, ranks=RANKS, timeout=60):
-        assert told == pytest.approx(losses, abs=1e-5)
+        assert told == pytest.approx(losses, abs=PRECISION)
         assert len(norms) == len(losses)

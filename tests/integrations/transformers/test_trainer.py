@@ -17,12 +17,14 @@ from tests.integrations.transformers.lm import (
     ROWS,
     alone,
     collated,
+    evaluation_loss,
     llama,
     points,
     regression,
     sentences,
 )
 from tests.integrations.transformers.training import STEPS, TO_EVALUATE, logged, parameters, trainer_of
+from tests.integrations.transformers.versions import PRECISION
 from tests.models import assert_same
 from tests.pool import Pool
 
@@ -48,7 +50,7 @@ def compare(pool: Pool, kind: str, accumulate: int, fsdp: bool) -> None:
     for state, told, made in pool.run(train, kind, accumulate, steps, fsdp, ranks=RANKS, timeout=40):
         assert made == steps
         assert_same(state, expected, 1e-5)
-        assert told == pytest.approx(losses, abs=1e-5)
+        assert told == pytest.approx(losses, abs=PRECISION)
 
 
 def train(rank: int, kind: str, accumulate: int, steps: int, fsdp: bool) -> tuple[Any, ...]:
@@ -77,11 +79,33 @@ def test_evaluation_on_uneven_streams(pool: Pool) -> None:
     batches = [collated(sentences(0, 0, step)) for step in range(TO_EVALUATE[0][0])]
     _, _, expected = alone(llama(), sentences, 1, 4, evaluated=batches)
     with torch.no_grad():
-        first = sum(llama().eval()(**batch).loss.item() for batch in batches) / len(batches)
+        first = sum(evaluation_loss(llama().eval(), batch) for batch in batches) / len(batches)
     for before, during, rows, predicted in pool.run(evaluate, ranks=RANKS, timeout=40):
         assert before == pytest.approx(first, abs=1e-5)
         assert during[-4:] == pytest.approx(expected, abs=1e-5)
         assert rows == predicted == ROWS * len(batches)
+
+
+def stop_early(rank: int, folder: str) -> tuple[Any, ...]:
+    from transformers import EarlyStoppingCallback
+
+    each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    with launched():
+        # The rate is so high that the loss soon grows; only one rank has data to evaluate.
+        more = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.3}
+        stop = EarlyStoppingCallback(early_stopping_patience=2)
+        trainer = trainer_of(rank, "tokens", folder, callbacks=[stop], **each, **more)
+        trainer.train()
+        state = trainer.state
+        return parameters(trainer), state.global_step, logged(trainer, "eval_loss"), trainer.evaluate()["eval_loss"]
+
+
+def test_early_stopping_and_the_best_model(pool: Pool, tmp_path: Path) -> None:
+    (state, steps, losses, best), other = pool.run(stop_early, str(tmp_path), ranks=RANKS, timeout=40)
+    assert 3 <= steps == len(losses) < STEPS[1] and steps == losses.index(min(losses)) + 3
+    assert best == min(losses)
+    assert_same(other[0], state, 0)
+    assert other[1:] == (steps, losses, best)
 
 
 def train_and_stop(rank: int, folder: str, at: int) -> None:
@@ -126,7 +150,7 @@ def test_resuming_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, at: int)
     pool.run(train_and_stop, str(tmp_path), at, ranks=RANKS, timeout=40)
     for state, told in pool.run(resume, str(tmp_path), at, ranks=RANKS, timeout=40):
         assert_same(state, expected, 1e-5)
-        assert told == pytest.approx(losses, abs=1e-5)
+        assert told == pytest.approx(losses, abs=PRECISION)
 
 
 def failing(rank: int) -> str:

@@ -48,6 +48,7 @@ UNREACHABLE = {
     "J686": "users call join.mean themselves",
     "J735": "users read join.total_weight themselves",
     "J765": "it is of the block that users of Accelerate open",
+    "J776": "the loop is the integration's",
 }
 """Errors whose advice is a loop, and that users of Lightning and of Transformers do not meet."""
 

@@ -49,10 +49,10 @@ def test_transformers_in_one_process() -> None:
     pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
     from joinables.integrations.transformers import JoinTrainerMixin
 
-    plain = SimpleNamespace(_run_epoch=lambda model: None)
+    plain = SimpleNamespace(_inner_training_loop=lambda: None)
     trainer: Any = SimpleNamespace(_is_distributed=False, args=SimpleNamespace(world_size=1), _plain=plain)
     with launched(**LAUNCHED), pytest.warns(UserWarning, match=f"JoinTrainer trains in {TOLD}.*use_cpu=True"):
-        JoinTrainerMixin._run_epoch(trainer, None)
+        JoinTrainerMixin._inner_training_loop(trainer)
 
 
 def fit_alone(rank: int) -> list[str]:

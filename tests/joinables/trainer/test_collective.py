@@ -121,20 +121,21 @@ class Raises(Classifier):
         raise KeyError("after training")
 
 
-def over_own(rank: int, kind: type[Classifier]) -> Any:
+def over_own(rank: int, kind: type[Classifier], folder: Path) -> Any:
     strategy, module = OverOwn(), kind()
+    options: Any = {"accelerator": "cpu", "max_epochs": 2, "default_root_dir": folder, "logger": False}
     with contextlib.suppress(KeyError):
-        Trainer(strategy=strategy, devices=3, accelerator="cpu", max_epochs=2, logger=False).fit(module, loader(27, 4))
+        Trainer(strategy=strategy, devices=3, **options).fit(module, loader(27, 4))
     is_open = strategy.last.is_open or hasattr(strategy, "collective")
     return flat_state(module.state_dict()), strategy.last.operations, is_open
 
 
 @pytest.mark.parametrize("kind", [Classifier, Raises])
-def test_a_collective_of_ones_own(pool: Pool, kind: type[Classifier]) -> None:
+def test_a_collective_of_ones_own(pool: Pool, tmp_path: Path, kind: type[Classifier]) -> None:
     """Uneven data on three ranks are trained exactly, and the collective is closed, even if the fit raises."""
     module = Classifier()
     trainer(max_epochs=2).fit(module, loader(27, 12))
-    for state, operations, is_open in pool.run(over_own, kind, ranks=3):
+    for state, operations, is_open in pool.run(over_own, kind, tmp_path, ranks=3):
         assert_same(state, flat_state(module.state_dict()), TOLERANCE)
         assert operations > 10 and not is_open
 

@@ -54,7 +54,7 @@ def barrier(rank: int, model: Any) -> None:
 def gather(rank: int, model: Any) -> None:
     with Join([model]):
         for step in range(COUNTS[rank]):
-            dist.all_gather_object([None] * 4, train(model, rank, step).item())
+            dist.all_gather_object([None] * dist.get_world_size(), train(model, rank, step).item())
 
 
 def evaluation(rank: int, model: Any) -> None:

@@ -22,6 +22,7 @@ HANGS: dict[Callable[..., None], str] = {
     hangs.last_steps: f"rank 0: out of data, {END}\n  ranks? 1(-2)?: {LATER}",
     hangs.metric: f"rank 0: out of data since step 1, {END}\n  ranks? 1(-2)?: {LATER}",
     hangs.barrier: f"rank 0: out of data since step 1, {END}\n  ranks? 1(-2)?: {LATER}",
+    hangs.gather: f"rank 0: out of data since step 1, {END}\n  ranks? 1(-2)?: {LATER}",
     hangs.evaluation: f"rank 0: {LATER}\n  ranks? 1(-2)?: out of data since step 2, {END}",
 }
 

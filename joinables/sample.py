@@ -60,7 +60,11 @@ def sampled(parameters: Sequence[torch.Tensor]) -> dict[str, float]:
 def _norm(tensor: torch.Tensor | None) -> float:
     """Return the squared norm of the last row; NaN if it is unknown."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a row of a DTensor would be a collective
-    if tensor is None or not (is_plain and tensor.is_cpu and tensor.numel()) or tensor.is_sparse or tensor.is_complex():
+    is_plain = is_plain and tensor is not None and tensor.layout is torch.strided and not tensor.is_complex()
+    if tensor is None or not (is_plain and tensor.is_cpu and tensor.numel()):
         return math.nan
-    row = (tensor[-1] if tensor.dim() else tensor).flatten().float()  # not every type has a product
+    try:
+        row = (tensor[-1] if tensor.dim() else tensor).flatten().float()  # not every type has a product
+    except RuntimeError:  # types of several numbers in one element cannot be converted
+        return math.nan
     return torch.dot(row, row).item()

@@ -39,7 +39,6 @@ from joinables._torch import autograd
 from joinables._torch.objects import numbers_in
 from joinables._torch.reducer import parameters_of_each_rank
 from joinables.adapter import Silent
-from joinables.sample import sampled
 
 STEPS_IN_LOOPS = "number of steps made on gradients in loops over join.iterate"
 """Name of a value that is equal on all ranks: a rank that has skipped a backward has stepped without gradients."""
@@ -199,7 +198,10 @@ class State(Silent):
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        return group_values(getattr(self._stateful, "param_groups", ()), on_cpu=True)  # of a wrapper of optimizers
+        groups: Any = getattr(
+            self._stateful, "param_groups", ()
+        )  # of a wrapper of optimizers, or a method of this name
+        return group_values(() if callable(groups) else groups, on_cpu=True)
 
     @override
     def exchange(self, source: int) -> Exchange:
@@ -290,7 +292,7 @@ class ModuleState(State):
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
-        return shapes_of(dict(self._target.named_buffers())) | sampled(list(self._target.parameters()))
+        return shapes_of(dict(self._target.named_buffers()))
 
 
 def group_values(groups: Sequence[Mapping[str, Any]], *, on_cpu: bool = False) -> dict[str, Any]:
@@ -304,7 +306,9 @@ def group_values(groups: Sequence[Mapping[str, Any]], *, on_cpu: bool = False) -
 
 def parameters_of(obj: Any) -> list[torch.nn.Parameter]:
     """Return the parameters in all groups of an optimizer; an empty list for an object without groups."""
-    return [parameter for group in getattr(obj, "param_groups", ()) for parameter in group["params"]]
+    groups: Any = getattr(obj, "param_groups", ())
+    groups = [] if callable(groups) else groups  # a method of another object may have this name
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -115,5 +115,6 @@ def _may_set_rates(obj: Any) -> bool:
 
 def _rates_of(obj: Any) -> list[float]:
     """Return the learning rates of an optimizer that are plain numbers; reading a tensor may wait for a device."""
-    rates = [group.get("lr") for group in getattr(obj, "param_groups", ())]
+    groups: Any = getattr(obj, "param_groups", ())
+    rates = [] if callable(groups) else [group.get("lr") for group in groups]
     return [rate for rate in rates if isinstance(rate, float)]

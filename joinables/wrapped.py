@@ -57,7 +57,7 @@ def _inner(obj: Any) -> Any:
     for inner in [getattr(obj, name, None) for name in ("optimizer", "optim", "base_optimizer", "_optimizer")]:
         if isinstance(inner, torch.optim.Optimizer) and _shares_state(obj, inner):
             return inner
-    inner = getattr(obj, "scheduler", None)
+    inner = None if hasattr(obj, "param_groups") else getattr(obj, "scheduler", None)
     return inner if isinstance(inner, torch.optim.lr_scheduler.LRScheduler) else None
 
 

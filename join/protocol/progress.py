@@ -172,5 +172,6 @@ class LateUse:
         raise ProtocolError(
             f"On rank {self._rank}, a module was called {call}. The batches are read ahead of the loop body, so"
             " dummies are confused with data. Move the prefetcher inside, as in for batch in"
-            " join.iterate(prefetch(loader)), or use join.iterate(loader, lookahead=k). [J089]"
+            " join.iterate(prefetch(loader)), or use join.iterate(loader, lookahead=k). If nothing reads ahead, open a"
+            " block of its own for the code after the loop. [J089]"
         )

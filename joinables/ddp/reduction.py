@@ -114,7 +114,8 @@ class GradientSync(DDPBurst):
         bursts = [each.joinable for each in join.channel.roster.listed if isinstance(each.joinable, GradientSync)]
         reduced = {each: set(map(id, reducer.reduced_parameters(each.join_target))) for each in bursts}
         self._handles += refuse_unreduced_parameters(self._ddp, set[int]().union(*reduced.values()))
-        self._means.sharing = [each for each in bursts if each is not self and reduced[each] & reduced[self]]
+        others = [each for each in bursts if each is not self] if self._collective.world_size > 1 else []
+        self._means.sharing = [each for each in others if reduced[each] & reduced[self]]
 
     @override
     def detach(self) -> None:

@@ -221,6 +221,7 @@ class SeenBatches(Batches[T]):
         for batch in super().__iter__():
             self.join_see(batch)
             yield batch
+        self.join_see(cast("Any", None))
 
 
 class PreparedLoaders:
@@ -466,20 +467,20 @@ def gather_rows(join: Join, data: Any, samples: int = 0) -> Any:
         The same structure, with the rows of all ranks.
 
     Raises:
-        JoinError: On all ranks, if each passes a tensor of one row, and the batches have more than one sample.
+        JoinError: On all ranks, if each passes one number as a row, and the batches have more than one sample.
     """
     leaves, spec = pytree.tree_flatten(data)
     rows: list[torch.Tensor] = [leaf if leaf.dim() else leaf[None] for leaf in leaves]
-    lone = [leaf.dim() > 0 and len(leaf) == 1 for leaf in leaves]
+    lone = [leaf.dim() > 0 and leaf.numel() == 1 for leaf in leaves]
     if join.shadowing:
         rows, samples = [tensor[:0] for tensor in rows], sys.maxsize
     ranks, *told = zip(*gather_trees(join.collective, (rows, lone, samples)), strict=True)
     if min(told[1]) > 1 and any(map(all, zip(*told[0], strict=True))):
         raise JoinError(
-            f"accelerator.gather_for_metrics got one row on each rank in step {join.channel.step.number}, but the"
-            f" batches have {min(told[1])} samples or more. A sum of your own would lack the rows of ranks without"
-            " data. Add such sums by torch.distributed.all_reduce. To divide losses by a sum, let them be means and"
-            " pass join.iterate(weigh=function). For a value of the batch, pass a tensor without dimensions. [J765]"
+            f"accelerator.gather_for_metrics got one number as a row on each rank in step {join.channel.step.number},"
+            f" but the batches have {min(told[1])} samples or more. A sum of your own would lack the rows of ranks"
+            " without data. Add such sums by torch.distributed.all_reduce. To divide losses by a sum, let them be means"
+            " and pass join.iterate(weigh=function). For a value of the batch, pass a tensor without dimensions. [J765]"
         )
     return pytree.tree_unflatten(
         [torch.cat(parts).to(leaf.device) for leaf, *parts in zip(leaves, *ranks, strict=True)], spec

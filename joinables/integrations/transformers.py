@@ -206,16 +206,26 @@ class JoinTrainerMixin(_Base):
         self._check_arguments()
         self._resumed_from = named.get("resume_from_checkpoint")
         # The Trainer divides losses by this number itself. In Transformers 5.3, Accelerate would divide them again.
-        self.accelerator.gradient_accumulation_steps = 1
+        accelerator, size = self.accelerator, self.accelerator.gradient_accumulation_steps
+        accelerator.gradient_accumulation_steps = 1
+        handler = self.callback_handler
+        on_train_end = handler.on_train_end
+
+        def after_last_epoch(*args: Any, **kwargs: Any) -> Any:
+            cast("ExitStack", self._epoch).close()
+            return on_train_end(*args, **kwargs)
+
         try:
             with in_words_of(ADVICE), ExitStack() as self._training, ExitStack() as self._epoch:
+                self._training.enter_context(replaced(handler, "on_train_end", after_last_epoch))
                 return self._plain._inner_training_loop(*arguments, **named)
         finally:
             self._epoch = None
+            accelerator.gradient_accumulation_steps = size
 
     @contextmanager
     def _block(self, batches: Iterator[Any]) -> Generator[None]:
-        """Return the block of an epoch with these batches, which ends when the next one begins."""
+        """Return the block of an epoch with these batches, which ends with the training or when the next begins."""
         size = self.args.gradient_accumulation_steps
         try:
             with Join([self.model_wrapped, self.optimizer, self.lr_scheduler], loss_divided_by=size) as join:

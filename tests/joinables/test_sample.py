@@ -108,3 +108,10 @@ def test_parameters_of_any_type(dtype: torch.dtype) -> None:
     sample = Sample([torch.ones(3, 2).to(dtype), torch.ones(0, 2).to(dtype), torch.ones(()).to(dtype)], set())
     expected = [math.nan] * 3 if dtype.is_complex else [2.0, math.nan, 1.0]
     assert sample.take(set()) == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_parameters_without_a_norm() -> None:
+    rows = torch.eye(3)
+    unknown = [rows.to_sparse_csr(), rows.to_sparse(), torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)]
+    assert all(map(math.isnan, Sample(unknown, set()).take(set())))

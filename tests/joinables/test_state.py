@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 from join import Join, JoinError, ProtocolError
 from tests.ending import Ending
@@ -332,11 +331,10 @@ def test_a_scheduler_that_is_not_listed_steps_after_a_block_without_data(pool: P
 def differs(rank: int, how: str, iterates: bool) -> str:
     ddp = DistributedDataParallel(build("mlp"))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    average = AveragedModel(ddp.module)
     with torch.no_grad():
         next(ddp.parameters()).mul_(2 if how == "checkpoint" and rank == 0 else 1)
     try:
-        with Join([ddp, optimizer, average]) as join:
+        with Join([ddp, optimizer]) as join:
             mine = [batch(rank, 0, step)[0] for step in range((2, 1, 0)[rank] if iterates else 2)]
             for x in join.iterate(mine) if iterates else mine:
                 optimizer.zero_grad()
@@ -344,15 +342,13 @@ def differs(rank: int, how: str, iterates: bool) -> str:
                 if how == "clipping" and rank == 0:
                     torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
                 optimizer.step()
-                if how != "average" or rank == 0:
-                    average.update_parameters(ddp.module)
     except JoinError as error:
         return str(error)
     return "fine"
 
 
 @pytest.mark.parametrize("iterates", [False, True])
-@pytest.mark.parametrize("how", ["", "checkpoint", "clipping", "average"])
+@pytest.mark.parametrize("how", ["", "checkpoint", "clipping"])
 def test_parameters_that_differ_are_an_error(pool: Pool, how: str, iterates: bool) -> None:
     for text in pool.run(differs, how, iterates):
         assert "squared norm of some rows of the parameters" in text if how else text == "fine"

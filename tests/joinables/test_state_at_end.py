@@ -92,13 +92,16 @@ class Counting(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
         self.count, self.rank = 0, dist.get_rank() if dist.is_initialized() else 0
+        self.is_ready = False  # a rank without a step lacks the tensor that the flag speaks of
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert not dist.is_initialized() or self.rank == dist.get_rank()
         self.count += 1
+        if not self.is_ready:
+            self.factor, self.is_ready = torch.tensor(0.1), True
         for parameter in self.param_groups[0]["params"]:
-            parameter.sub_(parameter.grad, alpha=0.1 / self.count)
+            parameter.sub_(parameter.grad, alpha=self.factor.item() / self.count)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

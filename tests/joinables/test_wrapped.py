@@ -227,3 +227,9 @@ def enters_with_another_rate(rank: int, kind: str) -> str:
 def test_rates_of_a_wrapper_that_differ_on_entering_are_an_error(pool: Pool, kind: str) -> None:
     for text in pool.run(enters_with_another_rate, kind, ranks=3):
         assert f"['lr'] of parameter group 0 of {kind} is 0.1 on rank 0, 0.1 on rank 1, 0.6 on rank 2" in text
+
+
+def test_an_optimizer_that_holds_its_scheduler() -> None:
+    optimizer: Any = torch.optim.Adam(nn.Linear(1, 1).parameters())
+    optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert unwrapped(optimizer) is optimizer

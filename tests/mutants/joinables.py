@@ -426,12 +426,6 @@ MUTANTS = [
         "tests/joinables/test_state_at_end.py::test_optimizers_after_an_uneven_block",
     ),
     Mutant(
-        "joinables/state.py",
-        " | sampled(list(self._target.parameters()))",
-        "",
-        "tests/joinables/test_state.py::test_parameters_that_differ_are_an_error",
-    ),
-    Mutant(
         "joinables/_torch/reducer.py",
         'if ddp._get_ddp_logging_data().get("num_parameter_tensors") == len(synchronised):',
         "if all(parameter.requires_grad for parameter in synchronised):",

@@ -220,7 +220,8 @@ class JoinStrategy(DDPStrategy):
                 tensor = tensor.to(torch.get_default_dtype())
             if self._blocks.in_step:
                 return mean_over_ranks(collective_of(group), tensor, self._blocks.weight)
-        elif self._blocks.in_step and self._blocks.is_dummy and reduce_op in ("sum", torch.distributed.ReduceOp.SUM):
+        # Lightning's own votes are sums with ReduceOp.SUM, and a rank on a dummy votes, too.
+        elif isinstance(tensor, torch.Tensor) and reduce_op == "sum" and self._blocks.in_step and self._blocks.is_dummy:
             tensor = torch.zeros_like(tensor)
         return super().reduce(tensor, group, reduce_op)
 

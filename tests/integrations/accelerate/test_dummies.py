@@ -84,7 +84,7 @@ def reduce(rank: int, counts: tuple[int, ...]) -> list[Any]:
                 for own in (total, {"loss": loss, "total": total}, loss.item(), loss.detach().clone()):
                     with pytest.raises(JoinError, match=r"call torch\.distributed\.all_reduce\. \[J725\]"):
                         accelerate.reduce(own)
-                with pytest.raises(JoinError, match=r"got one row on each rank in step .* \[J765\]"):
+                with pytest.raises(JoinError, match=r"got one number as a row on each rank in step .* \[J765\]"):
                     accelerate.gather_for_metrics({"of the batch": loss, "own": total[None]})
                 with pytest.raises(JoinError, match=r"Call accelerator\.gather_for_metrics, which does not"):
                     accelerate.gather(loss)

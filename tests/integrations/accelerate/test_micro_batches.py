@@ -44,7 +44,11 @@ def test_the_line_to_write_is_exact(pool: Pool, body: Any, option: bool) -> None
     [
         (cut, False, "accelerator.accumulate was entered again"),
         (divide, True, "2 losses were scaled in step 2"),
-        (divide, "gather", "got one row on each rank in step 1, but the batches have 2 samples or more. A sum of"),
+        (
+            divide,
+            "gather",
+            "got one number as a row on each rank in step 1, but the batches have 2 samples or more. A sum of",
+        ),
     ],
 )
 def test_what_would_be_wrong_is_refused_on_all_ranks(pool: Pool, body: Any, option: bool | str, told: str) -> None:

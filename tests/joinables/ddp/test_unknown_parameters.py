@@ -98,3 +98,36 @@ def test_modules_that_share_a_parameter(pool: Pool, how: str, iterates: bool) ->
 def test_one_backward_of_modules_that_share_a_parameter_is_an_error(ending: Ending, iterates: bool) -> None:
     for text in ending.run(shares, "one backward", iterates):
         assert "Two modules that share a parameter are in one backward" in text
+
+
+class Fluent:
+    """An object with a state, and a method of this name."""
+
+    def param_groups(self) -> list[Any]:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def unusual(rank: int) -> str:
+    """A frozen parameter that was made in inference mode, and an average of a module with a parameter of each rank."""
+    net = net_of()
+    net[0].register_parameter("own", nn.Parameter(torch.full((2,), float(rank))))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.own"])
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD([each for each in net.parameters() if each.requires_grad], lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(net)
+    with torch.inference_mode():
+        net.register_parameter("frozen", nn.Parameter(torch.zeros(2), requires_grad=False))
+    with Join([ddp, optimizer, average, Fluent()]) as join:
+        for x in batches(join, rank, False):
+            ddp(x).sum().backward()
+    return "fine"
+
+
+def test_unusual_objects_are_no_error(pool: Pool) -> None:
+    assert pool.run(unusual) == ["fine"] * 3

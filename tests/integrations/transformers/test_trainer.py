@@ -171,3 +171,26 @@ def failing(rank: int) -> str:
 
 def test_an_exception_in_the_loop_is_told(ending: Ending) -> None:
     assert_blamed(ending.run(failing, ranks=RANKS), 1, "KeyError: 'in a callback'")
+
+
+def changes_at_the_end(rank: int) -> bool:
+    """Once the training is over, rank 0 changes its model alone, as code that exports a model does."""
+    from transformers import TrainerCallback
+
+    reports: list[Any] = []
+
+    class Merges(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            reports.append(trainer.join_report)
+            with torch.no_grad():
+                next(named["model"].parameters()).mul_(2 - min(rank, 1))
+
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(rank, "samples", folder, max_steps=2)
+        trainer.add_callback(Merges())
+        trainer.train()
+    return reports == [trainer.join_report] and reports[0] is not None
+
+
+def test_the_end_of_a_training_is_after_its_last_block(pool: Pool) -> None:
+    assert pool.run(changes_at_the_end, ranks=RANKS, timeout=40) == [True] * RANKS

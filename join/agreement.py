@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,9 @@ from join.joinable import Joinable
 
 Values = Sequence[tuple[str, Mapping[str, Any]]]
 """For each joinable, its name and its values by name."""
+
+NORM = "squared norm of some rows of the parameters"
+"""Name of a value that may differ more, since the rounding of many steps depends on the processor."""
 
 DIGEST_BITS = 56
 _LONGEST_LIST = 5  # differences in the text of an error
@@ -142,22 +146,21 @@ def raise_difference(collective: Collective, values: Values) -> None:
 
 def differences(ranks: Mapping[int, Values]) -> str:
     """Return a text that lists the values that differ between ranks; "" if none does."""
-    texts: list[str] = []
+    texts: list[tuple[bool, str]] = []
     first = next(iter(ranks))
     for position, (name, values) in enumerate(ranks[first]):
         for key in values:
             held = {rank: theirs[position][1].get(key, ...) for rank, theirs in ranks.items()}
             if ... not in held.values() and not all(_is_same(key, held[first], value) for value in held.values()):
                 words = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(held.items()))
-                texts.append(f"the {key} of {name} is {words}")
-    texts.sort(key=lambda text: text.startswith("the squared norm"))  # other differences cause this one
-    more = [f"and {len(texts) - _LONGEST_LIST} more"] if len(texts) > _LONGEST_LIST else []
-    return "; ".join(texts[:_LONGEST_LIST] + more)
+                texts.append((key == NORM, f"the {key} of {name} is {words}"))
+    listed = [text for _, text in sorted(texts, key=itemgetter(0))]  # other differences cause that of the norm
+    more = [f"and {len(listed) - _LONGEST_LIST} more"] if len(listed) > _LONGEST_LIST else []
+    return "; ".join(listed[:_LONGEST_LIST] + more)
 
 
 def _is_same(name: str, first: Any, second: Any) -> bool:
     if isinstance(first, float) and isinstance(second, float):
-        # The rounding of many steps, and so the norm of parameters, depends on the processor.
-        tolerance = 1e-3 if name.startswith("squared norm") else 1e-6
+        tolerance = 1e-3 if name == NORM else 1e-6
         return math.isclose(first, second, rel_tol=tolerance) or (math.isnan(first) and math.isnan(second))
     return first == second

@@ -347,7 +347,7 @@ class Join:
             targets = [joinable.join_target for joinable in self._joinables]
             return scale_alone(scaled(loss, self._divisor), weight, targets)
         scaling = block.channel.scaling
-        return scaling.scale(loss, weight * self._divisor, (scaling.unit, weight))
+        return scaling.scale(loss, weight * self._divisor, scaling.unit, weight)
 
     def mean(self, value: Any, weight: float | torch.Tensor | None = None) -> Any:
         """Return the mean of a value over the ranks with data, in a loop over :meth:`iterate`: the same on all ranks.

@@ -82,33 +82,37 @@ class Scaling:
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
-    def scale(self, loss: L, factor: float, plain: Sequence[float] = ()) -> L:
+    def scale(self, loss: L, factor: float, unit: float | None = None, weight: float | None = None) -> L:
         """Scale a loss, and notice when a backward begins at it.
 
         Args:
             loss: The loss of this rank's batch.
             factor: The number by which the loss is multiplied.
-            plain: In a plain block, the current unit and the weight of the batch. The loss is divided by the unit,
-                because the sum of the weights is not known yet.
+            unit: In a plain block, the current unit, by which the loss is divided because the sum of the weights is not
+                known yet.
+            weight: In a plain block, the weight of the batch.
         """
-        result = scaled(loss, factor / plain[0] if plain else factor)
+        result = scaled(loss, factor if unit is None else factor / unit)
         if isinstance(result, torch.Tensor) and result.requires_grad:
-            on_gradient(result, partial(self._begin_backward, plain=plain) if plain else self._begin_backward)
+            begin = self._begin_backward
+            on_gradient(result, begin if unit is None else partial(begin, unit=unit, weight=weight))
         return result
 
-    def _begin_backward(self, gradient: torch.Tensor, plain: Sequence[float] = ()) -> torch.Tensor | None:
+    def _begin_backward(
+        self, gradient: torch.Tensor, unit: float | None = None, weight: float | None = None
+    ) -> torch.Tensor | None:
         if not self.flows:
-            if not plain and self.in_use is False:
+            if unit is None and self.in_use is False:
                 raise JoinError(
                     "A loss went through join.scale, but the first backward in this loop over join.iterate reached a"
                     " listed module without it. Call join.scale(loss) for every backward of the loop, or for none. If"
                     " a listed module takes the loss (LossGate), scale its result: join.scale(module(loss)). [J526]"
                 )
-            self.flows, self.is_due, self.weight = True, False, plain[1] if plain else None
+            self.flows, self.is_due, self.weight = True, False, weight
             after_backward(partial(setattr, self, "flows", False))
-        elif plain and plain[1] != self.weight:
-            refuse_weight(plain[1], "another loss of the same backward")
-        return gradient * (plain[0] / self.unit) if plain and plain[0] != self.unit else None
+        elif unit is not None and weight != self.weight:
+            refuse_weight(weight, "another loss of the same backward")
+        return None if unit is None or unit == self.unit else gradient * (unit / self.unit)
 
     # -- in a loop ----------------------------------------------------------------------------------------------------
 

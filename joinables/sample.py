@@ -19,6 +19,8 @@ from collections.abc import Sequence
 
 import torch
 
+from join.agreement import NORM
+
 _PARAMETERS = 4  # that have a norm
 
 
@@ -54,14 +56,14 @@ class Sample:
 
 def sampled(parameters: Sequence[torch.Tensor]) -> dict[str, float]:
     """Return the sum of the norms of some rows, as a value to compare between ranks (``join.agreement``)."""
-    return {"squared norm of some rows of the parameters": sum(Sample(parameters, set()).take(set()))}
+    return {NORM: sum(Sample(parameters, set()).take(set()))}
 
 
 def _norm(tensor: torch.Tensor | None) -> float:
     """Return the squared norm of the last row; NaN if it is unknown."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a row of a DTensor would be a collective
-    is_plain = is_plain and tensor is not None and tensor.layout is torch.strided and not tensor.is_complex()
-    if tensor is None or not (is_plain and tensor.is_cpu and tensor.numel()):
+    if tensor is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return math.nan  # a row of a DTensor would be a collective
+    if not (tensor.is_cpu and tensor.numel()) or tensor.layout is not torch.strided or tensor.is_complex():
         return math.nan
     try:
         row = (tensor[-1] if tensor.dim() else tensor).flatten().float()  # not every type has a product

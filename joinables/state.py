@@ -198,9 +198,8 @@ class State(Silent):
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        groups: Any = getattr(
-            self._stateful, "param_groups", ()
-        )  # of a wrapper of optimizers, or a method of this name
+        groups: Any = getattr(self._stateful, "param_groups", ())
+        # A wrapper of optimizers has groups. Another object may have a method of this name.
         return group_values(() if callable(groups) else groups, on_cpu=True)
 
     @override
@@ -307,7 +306,7 @@ def group_values(groups: Sequence[Mapping[str, Any]], *, on_cpu: bool = False) -
 def parameters_of(obj: Any) -> list[torch.nn.Parameter]:
     """Return the parameters in all groups of an optimizer; an empty list for an object without groups."""
     groups: Any = getattr(obj, "param_groups", ())
-    groups = [] if callable(groups) else groups  # a method of another object may have this name
+    groups = () if callable(groups) else groups  # a method of another object may have this name
     return [parameter for group in groups for parameter in group["params"]]
 
 

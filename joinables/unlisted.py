@@ -51,7 +51,8 @@ class Unlisted(Silent):
         self._unseen = set(map(id, self._target.parameters()))  # the parameters that no optimizer has stepped
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
         self._listed = {id(target): target for target in targets}
-        self._rates = {key: _rates_of(each) for key, each in self._listed.items()}
+        optimizers = [target for target in targets if isinstance(target, torch.optim.Optimizer)]
+        self._rates = {id(optimizer): _rates_of(optimizer) for optimizer in optimizers}
         self._handles = [register_optimizer_step_post_hook(self._after_step)]
 
     @override
@@ -113,8 +114,7 @@ def _may_set_rates(obj: Any) -> bool:
     return not (isinstance(obj, (torch.nn.Module, torch.amp.GradScaler)) or hasattr(obj, "param_groups"))
 
 
-def _rates_of(obj: Any) -> list[float]:
+def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
     """Return the learning rates of an optimizer that are plain numbers; reading a tensor may wait for a device."""
-    groups: Any = getattr(obj, "param_groups", ())
-    rates = [] if callable(groups) else [group.get("lr") for group in groups]
+    rates = [group.get("lr") for group in getattr(optimizer, "param_groups", ())]
     return [rate for rate in rates if isinstance(rate, float)]

@@ -541,8 +541,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/context.py",
-        "scaling.scale(loss, weight * self._divisor, (scaling.unit, weight))",
-        "scaling.scale(loss, weight, (scaling.unit, weight))",
+        "scaling.scale(loss, weight * self._divisor, scaling.unit, weight)",
+        "scaling.scale(loss, weight, scaling.unit, weight)",
         "tests/joinables/ddp/test_exact.py::test_equals_one_process[loss divided, weights, zero]",
     ),
     Mutant(
@@ -652,7 +652,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/scaling.py",
-        "gradient * (plain[0] / self.unit)",
+        "gradient * (unit / self.unit)",
         "None",
         "tests/join/test_units.py::test_a_loss_that_was_scaled_before_the_unit_changed",
     ),
@@ -664,13 +664,13 @@ MUTANTS = [
     ),
     Mutant(
         "join/scaling.py",
-        "        elif plain and plain[1] != self.weight:",
+        "        elif unit is not None and weight != self.weight:",
         "        elif False:",
         "tests/joinables/ddp/test_weight.py::test_a_weight_that_is_not_the_weight_of_the_loss",
     ),
     Mutant(
         "join/scaling.py",
-        "if not plain and self.in_use is False:",
+        "if unit is None and self.in_use is False:",
         "if False:",
         "tests/join/test_scaling.py::test_a_loss_that_is_scaled_before_its_gate_is_refused",
     ),

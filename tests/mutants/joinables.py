@@ -318,7 +318,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/sample.py",
-        " and tensor.is_cpu",
+        "tensor.is_cpu and ",
         "",
         "tests/joinables/test_sample.py::test_a_device_is_not_waited_for",
     ),

@@ -1,12 +1,13 @@
 """Temporary changes that adapters make to users' objects: functions, attributes, modes and gradients.
 
 An :class:`Uncopied` is called in place of a function, or as a hook, while its object is in a block. :func:`replaced`
-sets any attribute for a while. :func:`keeping_modes` restores the training or eval mode of a module's parts.
+sets any attribute for a while, and :func:`with_methods` any method. :func:`keeping_modes` restores the training or eval
+mode of a module's parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
@@ -20,6 +21,18 @@ from join.batch import tensors_in
 from join.collectives._torch_private import pytree
 from join.transfer import Inbox
 from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled
+
+
+def with_methods(obj: Any, methods: Mapping[str, Any]) -> Callable[[], None]:
+    """Give one object methods of its own, such as ``__len__``, and return the function that undoes this.
+
+    Raises:
+        TypeError: If the class of the object cannot be changed.
+    """
+    kind = cast("Any", type(obj))
+    set_class = partial(vars(object)["__class__"].__set__, obj)  # some objects have a property of this name
+    set_class(type(kind.__name__, (kind,), dict(methods)))
+    return partial(set_class, kind)
 
 
 @contextmanager

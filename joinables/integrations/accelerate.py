@@ -48,7 +48,7 @@ from join.collectives._torch_private import pytree
 from join.loop import Batches
 from join.transfer import gather_trees
 from joinables.integrations import warn_if_alone
-from joinables.modules import replaced
+from joinables.modules import replaced, with_methods
 
 __all__ = ["AcceleratedJoin", "check_accelerator", "gather_rows", "join_uneven_inputs"]
 
@@ -199,29 +199,9 @@ class AcceleratedJoin(Join):
         options.setdefault("window", self._accelerator.gradient_accumulation_steps)
         options.setdefault("dummy", "empty" if mixes_ranks else "last")
         self._loader = loader
-        return SeenBatches(super().iterate(loader, until, **options), partial(setattr, self._prepared, "batch"))
-
-
-class SeenBatches(Batches[T]):
-    """Batches of a loop, each of which is passed to a function when its step begins.
-
-    Args:
-        batches: The batches.
-        see: The function.
-    """
-
-    __slots__ = ("join_see",)
-
-    def __init__(self, batches: Batches[T], see: Callable[[T], None]) -> None:
-        super().__init__(batches.join_loop, batches.join_loader)
-        object.__setattr__(self, "join_see", see)
-
-    @override
-    def __iter__(self) -> Iterator[T]:
-        for batch in super().__iter__():
-            self.join_see(batch)
-            yield batch
-        self.join_see(cast("Any", None))
+        batches = super().iterate(loader, until, **options)
+        batches.join_iterators[:] = map(self._prepared.seeing, batches.join_iterators)
+        return batches
 
 
 class PreparedLoaders:
@@ -239,6 +219,13 @@ class PreparedLoaders:
         self._nested: dict[int, int] = {}  # by the id of a loader that began inside a step: the number of the step
         self._last: Step | None = None  # the last step in which a loader began
         self._evenness: dict[int, bool] = {}  # by the id of a sampler: its setting outside the block
+
+    def seeing(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the batches of the block's loop, each of which is ``batch`` during its step."""
+        for batch in batches:
+            self.batch = batch
+            yield batch
+        self.batch = None
 
     def evaluates(self) -> bool:
         """Return whether a prepared loader runs inside the current step, so that its batches are no dummies."""
@@ -272,12 +259,10 @@ class PreparedLoaders:
             with self._reading(loader):
                 yield from kind.__iter__(loader)
 
-        set_class = partial(vars(object)["__class__"].__set__, loader)  # some loaders have a property of this name
-        undo.callback(set_class, kind)
         changes: dict[str, Any] = {"__iter__": batches}
         if issubclass(kind, module.DataLoaderShard):  # Accelerate 1.11 and 1.12 subtract the batches of other ranks
             changes["adjust_state_dict_for_prefetch"] = _unadjusted
-        set_class(type(kind.__name__, (kind,), changes))
+        undo.callback(with_methods(loader, changes))
 
     @contextmanager
     def _reading(self, loader: Any) -> Generator[None]:

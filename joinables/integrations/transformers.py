@@ -55,7 +55,7 @@ from join.collectives import collective_of
 from join.read_ahead import length_of
 from joinables.integrations import Loader, in_words_of, warn_if_alone
 from joinables.integrations.accelerate import check_accelerator, counting_no_dummies, gather_rows, scaling_losses
-from joinables.modules import replaced
+from joinables.modules import replaced, with_methods
 
 __all__ = ["JoinTrainer", "JoinTrainerMixin"]
 
@@ -518,16 +518,13 @@ def set_length(loader: Any, length: int | None) -> Callable[[], None]:
     Raises:
         TypeError: If the class of the loader cannot be changed.
     """
-    kind = cast("Any", type(loader))
-    set_class = partial(vars(object)["__class__"].__set__, loader)  # some loaders have a property of this name
     try:
-        set_class(type(kind.__name__, (kind,), {"__len__": Loader(loader, length).__len__}))
+        return with_methods(loader, {"__len__": Loader(loader, length).__len__})
     except TypeError:
         raise TypeError(
-            f"get_train_dataloader returned an object of type {kind.__name__}, which cannot have the length of the"
-            " longest loader of all ranks. Return a torch.utils.data.DataLoader. [J764]"
+            f"get_train_dataloader returned an object of type {type(loader).__name__}, which cannot have the length of"
+            " the longest loader of all ranks. Return a torch.utils.data.DataLoader. [J764]"
         ) from None
-    return partial(set_class, kind)
 
 
 def is_stream(loader: Any) -> bool:

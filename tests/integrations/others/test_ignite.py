@@ -9,13 +9,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
+from tests.integrations.others.one_process import COUNTS, alone
 from tests.integrations.ranks import imported
 from tests.models import assert_same, batch, build
 from tests.pool import Pool
 
 pytest.importorskip("ignite", reason="Ignite is not installed: pip install pytorch-ignite")
-
-COUNTS = ((3, 1), (0, 2))  # by epoch and rank
 
 
 def train(rank: int, has_length: bool) -> dict[str, torch.Tensor]:
@@ -37,14 +36,6 @@ def train(rank: int, has_length: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("has_length", [True, False])
 def test_it_trains_exactly(pool: Pool, has_length: bool) -> None:
-    net = build("mlp")
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    for epoch, counts in enumerate(COUNTS):
-        for step in range(max(counts)):
-            window = [batch(rank, epoch, step) for rank in range(2) if step < counts[rank]]
-            optimizer.zero_grad()
-            for x, y in window:
-                ((net(x) - y).square().mean() / len(window)).backward()
-            optimizer.step()
+    expected = alone(lambda params: torch.optim.Adam(params, lr=0.01))
     for state in pool.run(train, has_length, ranks=2):
-        assert_same(state, net.state_dict(), 1e-6)
+        assert_same(state, expected, 1e-6)

@@ -28,6 +28,7 @@ from tests.examples import examples_in_docstrings, examples_of
 from tests.models import FEATURES, TARGETS, assert_same, batch, flat_state
 from tests.pool import Pool
 from tests.scripts import run_forked
+from tests.training import whole
 
 ROOT = Path(join.__file__).parent.parent
 COUNTS = 0, 3, 1
@@ -42,8 +43,7 @@ def follow(rank: int, code: str) -> list[torch.Tensor]:
     """Run a block; where the parameters end."""
     given = Names(code, "map", loader=[batch(rank, 0, step) for step in range(COUNTS[rank])])
     given.run()
-    found = [parameter.detach() for parameter in given.net.parameters()]
-    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+    return whole([parameter.detach() for parameter in given.net.parameters()])
 
 
 SUMS = """

@@ -278,7 +278,7 @@ class Join:
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
-        if self._step.in_loop:
+        if self._is_in_loop:
             raise JoinError(
                 f"join.weight={weight!r} was set in a loop over join.iterate, which needs all weights before a step."
                 " Pass join.iterate(loader, weigh=function), with 0 for a batch that does not count. [J468]"
@@ -334,6 +334,12 @@ class Join:
                     joinable.check_divisor(self._collective.world_size)
             factor = factor_in_loop(step, engine * self._divisor)
             return scaled(loss, factor) if block is None else block.channel.scaling.scale(loss, factor)
+        if self._is_in_loop:
+            raise JoinError(
+                "join.scale was called while a loop over join.iterate reads its batches, where no batch has a weight"
+                " yet. Call it in the loop body. Between len(loop) and the first step, and in the loader, train"
+                " nothing. [J780]"
+            )
         if divided_over is not None:
             raise ValueError(
                 f"divided_over={divided_over!r} was passed to join.scale in a plain block, where"
@@ -382,15 +388,21 @@ class Join:
         step = self._step
         if not step.in_loop:
             raise JoinError(
-                "join.mean was called outside a loop over join.iterate, but ranks without data would not call it. Loop"
+                "join.mean was called outside the body of a loop over join.iterate, but ranks without data would not call it. Loop"
                 " over join.iterate(loader), or list a joinables.Mean in the block and read it after the block. [J686]"
             )
         return mean_over_ranks(self._collective, value, step.weight if weight is None or step.is_dummy else weight)
 
     @property
     def _step(self) -> Step:
-        """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``PLAIN``."""
-        return PLAIN if self._channel is None else self._channel.step
+        """Step of a loop over :meth:`iterate` whose body runs, of this block or of one around it; or ``PLAIN``."""
+        channel = self._channel
+        return channel.step if channel is not None and channel.in_step else PLAIN
+
+    @property
+    def _is_in_loop(self) -> bool:
+        """Whether a loop has begun and not ended, and this rank has not left it: in its body, or while it reads."""
+        return self._channel is not None and self._channel.step.in_loop
 
     @property
     def total_weight(self) -> float:
@@ -409,7 +421,7 @@ class Join:
         """
         if not self._step.in_loop:
             raise JoinError(
-                "join.total_weight was read outside a loop over join.iterate, but only there all ranks know the weights"
+                "join.total_weight was read outside the body of a loop over join.iterate, but only there all ranks know the weights"
                 " of a step. Loop over join.iterate(loader), or list a joinables.Mean in the block. [J735]"
             )
         return float(self._step.of_all * (1 if self._block is not None else self._collective.world_size))

@@ -142,9 +142,17 @@ class AcceleratedJoin(Join):
         undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
         undo.enter_context(accumulating_once(accelerator, lambda: self._step))
         if self._block is not None:  # it is None with enable=False
+            prepared, prepare = self._prepared, accelerator.prepare_data_loader
             for loader in accelerator._dataloaders:
-                self._prepared.change(loader, undo)
-            prepared = self._prepared
+                prepared.change(loader, undo)
+
+            def prepare_in_block(loader: Any, *args: Any, **named: Any) -> Any:
+                result = prepare(loader, *args, **named)
+                if result is not loader:  # otherwise it was prepared before
+                    prepared.change(result, undo)
+                return result
+
+            undo.enter_context(replaced(accelerator, "prepare_data_loader", prepare_in_block))
             changed = counting_no_dummies(
                 accelerator,
                 self,

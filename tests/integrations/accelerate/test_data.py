@@ -188,6 +188,8 @@ def train_on_prepared(rank: int, count: int, kind: str) -> tuple[list[float], li
         data = TensorDataset(torch.arange(float(count))[:, None])
         model, *loaders = accelerate.prepare(torch.nn.Linear(1, 1), *[DataLoader(data, batch_size=4) for _ in "ab"])
         with join_uneven_inputs(accelerate, [model], even_batches=False) as join:
+            if kind == "prepared inside":
+                loaders = [accelerate.prepare(DataLoader(data, batch_size=4))]
             loops = [loaders[0], loaders[0]] if kind == "two loops" else [loaders[0]]
             for loader in [Asked(*loaders)] if kind == "chained" else loops:
                 batches = join.iterate(loader)
@@ -195,12 +197,12 @@ def train_on_prepared(rank: int, count: int, kind: str) -> tuple[list[float], li
                 for (x,) in batches:
                     accelerate.backward(model(x).mean())
                     found += [] if join.shadowing else x.flatten().tolist()
-                    if kind == "evaluated":
+                    if kind in ("evaluated", "prepared inside"):
                         sizes.append(sum(len(accelerate.gather_for_metrics(part)) for (part,) in loaders[0]))
         return found, sizes
 
 
-@pytest.mark.parametrize("kind", ["alone", "length", "two loops", "chained", "evaluated"])
+@pytest.mark.parametrize("kind", ["alone", "length", "two loops", "chained", "evaluated", "prepared inside"])
 @pytest.mark.parametrize("count", [18, 3])
 def test_no_sample_of_a_prepared_loader_is_repeated(pool: Pool, count: int, kind: str) -> None:
     """The loop reads before its first step, or between two, or from a loader that is evaluated in a step, too."""
@@ -208,7 +210,7 @@ def test_no_sample_of_a_prepared_loader_is_repeated(pool: Pool, count: int, kind
     times = 2 if kind in ("two loops", "chained") else 1
     assert sorted(each for found, _ in ranks for each in found) == sorted([*range(count)] * times)
     assert all(size == count for _, sizes in ranks for size in sizes)
-    assert len(ranks[0][1]) == (-(-count // 8) if kind == "evaluated" else 0)
+    assert len(ranks[0][1]) == (-(-count // 8) if kind in ("evaluated", "prepared inside") else 0)
 
 
 def read_dispatched(rank: int, iterate: bool) -> tuple[list[float], list[str]]:

@@ -388,8 +388,9 @@ class Join:
         step = self._step
         if not step.in_loop:
             raise JoinError(
-                "join.mean was called outside the body of a loop over join.iterate, but ranks without data would not call it. Loop"
-                " over join.iterate(loader), or list a joinables.Mean in the block and read it after the block. [J686]"
+                "join.mean was called outside the body of a loop over join.iterate, but ranks without data would not"
+                " call it. Loop over join.iterate(loader), or list a joinables.Mean in the block and read it after the"
+                " block. [J686]"
             )
         return mean_over_ranks(self._collective, value, step.weight if weight is None or step.is_dummy else weight)
 
@@ -421,8 +422,8 @@ class Join:
         """
         if not self._step.in_loop:
             raise JoinError(
-                "join.total_weight was read outside the body of a loop over join.iterate, but only there all ranks know the weights"
-                " of a step. Loop over join.iterate(loader), or list a joinables.Mean in the block. [J735]"
+                "join.total_weight was read outside the body of a loop over join.iterate, but only there all ranks know"
+                " the weights of a step. Loop over join.iterate(loader), or list a joinables.Mean in the block. [J735]"
             )
         return float(self._step.of_all * (1 if self._block is not None else self._collective.world_size))
 

@@ -105,7 +105,7 @@ class Channel:
         self.loop: Lockstep | None = None
         """The loop over ``Join.iterate`` that has begun and not ended on all ranks, if any."""
         self.step = PLAIN
-        """The last step that has begun, which ``in_step`` may have ended; ``PLAIN`` outside a loop, and after a ``break``."""
+        """The step in whose body this rank is, or was before it read; ``PLAIN`` outside, and after a ``break``."""
         self.loops = 0
         """The number of loops over ``Join.iterate`` that have begun on this channel."""
         self.late_use: LateUse | None = None

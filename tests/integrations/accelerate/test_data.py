@@ -86,7 +86,9 @@ def train_locally(rank: int, in_loop: bool) -> None:
         local = imported("accelerate.local_sgd").LocalSGD
         data = [batch(rank, 0, step)[0] for step in range(rank)]
         with join_uneven_inputs(accelerate, [model]) as join:
-            told = pytest.raises(JoinError, match=r"call accelerator\.reduce only in the body of a loop over .* \[J116\]")
+            told = pytest.raises(
+                JoinError, match=r"call accelerator\.reduce only in the body of a loop over .* \[J116\]"
+            )
             with told, local(accelerate, model, local_sgd_steps=1) as sgd:
                 for x in join.iterate(data) if in_loop else ():
                     accelerate.backward(model(x).square().mean())

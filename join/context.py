@@ -43,7 +43,7 @@ from join.options import Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
-from join.scaling import checked_divided_over, factor_in_loop, scale_alone, scaled
+from join.scaling import checked_divided_over, factor_in_loop, refuse_scaling, scale_alone, scaled
 
 T = TypeVar("T")
 L = TypeVar("L", bound="torch.Tensor | float")
@@ -334,18 +334,8 @@ class Join:
                     joinable.check_divisor(self._collective.world_size)
             factor = factor_in_loop(step, engine * self._divisor)
             return scaled(loss, factor) if block is None else block.channel.scaling.scale(loss, factor)
-        if self._is_in_loop:
-            raise JoinError(
-                "join.scale was called while a loop over join.iterate reads its batches, where no batch has a weight"
-                " yet. Call it in the loop body. Between len(loop) and the first step, and in the loader, train"
-                " nothing. [J780]"
-            )
-        if divided_over is not None:
-            raise ValueError(
-                f"divided_over={divided_over!r} was passed to join.scale in a plain block, where"
-                " DistributedDataParallel divides the gradients. Remove the argument from the call, or loop over"
-                " join.iterate. [J470]"
-            )
+        if self._is_in_loop or divided_over is not None:
+            refuse_scaling(None if self._is_in_loop else divided_over)
         weight = None if self._scope is None else self._scope.weight
         if weight is None:
             return loss

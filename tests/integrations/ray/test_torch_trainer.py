@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integrations.ray.page import TRAINED
 from tests.integrations.ray.training import CASES, WORKERS
-from tests.integrations.samples import BOTH, Trained, alone, assert_as_one_process
+from tests.integrations.samples import Trained, alone, assert_as_one_process
 from tests.joinables.trainer.elastic import WORK, assert_exact
 from tests.models import assert_same
 from tests.training import reference, tolerance_of
@@ -86,7 +87,7 @@ def test_the_same_function_ends_as_one_process(folder: Path, launcher: str) -> N
 def test_the_example_of_the_page(folder: Path) -> None:
     run(folder, "-m", "tests.integrations.ray.page", str(folder))
     wait_until_gone(folder)
-    for number, data in enumerate(BOTH):
+    for number, data in enumerate(TRAINED):
         ranks = [Trained(**torch.load(folder / f"{number}-{rank}")) for rank in range(WORKERS)]
         assert_as_one_process(data, ranks, replace(alone(ranks, by_samples=False), logged=[]))
 

@@ -22,7 +22,6 @@ from tests.examples import examples_of
 from tests.integrations.ranks import imported
 from tests.integrations.samples import BOTH, RANKS, SIZE, Data, Net, adam
 
-
 TRAINED = BOTH[0], BOTH[-1]
 """An uneven data set, and streams of which one is empty; each takes Ray some ten seconds."""
 

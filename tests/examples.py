@@ -41,16 +41,12 @@ class Example:
     Attributes:
         name: The heading above it, and its number if it is not the first one below that heading; without blocks that
             are ``before``.
-        line: The line of the page on which its code begins.
-        language: The language behind the fence.
         code: Its code, behind the code that it continues.
         before: Whether it is what a reader has before any change.
         apart: The test that runs it, or why none does, if it is not run like the others.
     """
 
     name: str
-    line: int
-    language: str
     code: str
     before: bool = False
     apart: str = ""
@@ -66,7 +62,7 @@ def examples_of(page: str, language: str = "python") -> list[Example]:
             if line == opening:
                 own, opening = "\n".join(lines[start - 1 : number - 1]) + "\n", ""
                 if re.match(rf"`+{language}\b", lines[start - 2]):
-                    found.append(_example(found, heading, above, start, language, own))
+                    found.append(_example(found, heading, above, own))
         elif fence := re.match(r"(`{3,})", line):
             opening, start = fence[1], number + 1
         elif line.startswith("#"):
@@ -76,7 +72,7 @@ def examples_of(page: str, language: str = "python") -> list[Example]:
     return found
 
 
-def _example(found: list[Example], heading: str, above: str, line: int, language: str, own: str) -> Example:
+def _example(found: list[Example], heading: str, above: str, own: str) -> Example:
     before = above.endswith("Before:")
     others = [each for each in found if re.sub(r" \d+$", "", each.name) == heading and not each.before]
     name = heading if before or not others else f"{heading} {len(others) + 1}"
@@ -86,7 +82,7 @@ def _example(found: list[Example], heading: str, above: str, line: int, language
         own = found[-1].code + own
     elif mark == _IN_LOOP:
         own = in_loop_of(found[-1].code, own)
-    return Example(name, line, language, own, before, "" if mark in (_AFTER, _IN_LOOP) else mark)
+    return Example(name, own, before, "" if mark in (_AFTER, _IN_LOOP) else mark)
 
 
 def in_loop_of(code: str, lines: str) -> str:
@@ -111,7 +107,7 @@ def examples_in_docstrings(*modules: ModuleType) -> list[Example]:
                 if not member.startswith("_") and not inspect.isclass(each):
                     documented[f"{name}.{member}"] = each
     return [
-        Example(f"{name} {number}" if number > 1 else name, 0, "python", code)
+        Example(f"{name} {number}" if number > 1 else name, code)
         for name, value in documented.items()
         for number, code in enumerate(_indented(inspect.getdoc(value) or ""), 1)
     ]

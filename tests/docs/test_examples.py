@@ -7,6 +7,7 @@ samples that were read, and what the block logs are those of the same block in a
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 
 import pytest
@@ -42,6 +43,14 @@ APART = {
 }
 """Examples where no mark can stand: in docstrings, and on the page that is generated."""
 APART |= {name: each.apart for name, each in EXAMPLES.items() if each.apart}
+
+
+def test_there_is_no_other_code() -> None:
+    """Blocks have languages that are known here, and none is indented, in a list for instance."""
+    fences = [
+        fence for page in PAGES for fence in re.findall(r"^( *)```+(\w*)", (DOCS / page).read_text(), re.MULTILINE)
+    ]
+    assert set(fences) == {("", language) for language in ("", "python", "diff", "sh", "bash", "text")}
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in APART])

@@ -367,7 +367,7 @@ def check(pool: Pool, code: str, names: type[Names] = Names) -> None:
             assert_same(trace.logs, expected.logs, TOLERANCE)
             if trace.printed or trace is traces[0]:  # often only rank 0 prints
                 assert_same(trace.printed, expected.printed, TOLERANCE)
-            assert trace.moved == bool(re.search(r"\bstep\b|\btrain(_step)?\(", code)), kind
+            assert trace.moved == bool(re.search(r"\b(step|train|train_step)[()]", code)), kind
         assert sorted(chain.from_iterable(trace.seen for trace in traces)) == sorted(expected.seen), kind
         assert {name: sum(trace.sums[name] for trace in traces) for name in expected.sums} == pytest.approx(
             expected.sums

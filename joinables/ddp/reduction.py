@@ -110,6 +110,8 @@ class GradientSync(DDPBurst):
         self._used = UsedParameters(self._ddp, self._parameters, join.channel)
         self._memory.window.is_earlier = self._memory.window.backwards > 0
         self.own_steps = 0
+        # The sample at the first backward since the last reduction, if this backward is not reduced, in a plain block.
+        self._before_own_step: Mapping[str, float] | None = None
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._begin_backward)
         bursts = [each.joinable for each in join.channel.roster.listed if isinstance(each.joinable, GradientSync)]
         reduced = {each: set(map(id, reducer.reduced_parameters(each.join_target))) for each in bursts}
@@ -120,6 +122,8 @@ class GradientSync(DDPBurst):
     @override
     def detach(self) -> None:
         super().detach()  # a backward through the graphs of this block is an ordinary DDP backward from here on
+        if self._memory.own is not None:
+            self._memory.own = sampled(self._parameters)
         self._forwards.detach()
         self._used.detach()
         if self._factors.factor != 1.0:
@@ -148,17 +152,30 @@ class GradientSync(DDPBurst):
         inbox = yield parameters, present, gradients
         source_parameters, present, gradients = inbox.skeleton
         inbox.fill(source_parameters, parameters)
+        self._memory.own = None
         adopt_gradients(inbox, self._parameters, present, gradients, keeps=keeps)
         yield ""
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        return self.equal_values()
+        memory, sample = self._memory, sampled(self._parameters)
+        if memory.own != sample:
+            memory.own = None  # the parameters have changed since, and may have become equal
+        return sample if memory.own is None else {}
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
-        """Return a sample of the parameters, unless the loop may make steps on the gradients of each rank alone."""
-        return {} if self._memory.is_local else sampled(self._parameters)
+        """Return a sample of the parameters, unless this rank has stepped on gradients of its own in this block."""
+        sample = self._notice_own_step()
+        return sample if self._memory.own is None else {}
+
+    def _notice_own_step(self) -> Mapping[str, float]:
+        """Notice a step on gradients that no reduction has included, and return a sample of the parameters."""
+        before, sample = self._before_own_step, sampled(self._parameters)
+        if before is not None and before != sample:
+            self._memory.own = sample
+        self._before_own_step = None
+        return sample
 
     @override
     def hand_over(self, leader: int) -> None:
@@ -272,9 +289,12 @@ class GradientSync(DDPBurst):
             )
         if self._forwards.reduces_next or synchronised:
             self._mean = mean
+            if self._before_own_step is not None:
+                self._notice_own_step()
             self._begin_reduction(in_loop)
             return
-        self._memory.is_local |= not in_loop
+        if self._before_own_step is None and not in_loop:
+            self._before_own_step = sampled(self._parameters)
         if mean.may_recount and window.backwards == 1:
             window.kept = LastResult.copy_of(self._parameters)
         autograd.after_backward(partial(self._remember_writes, window))

@@ -439,8 +439,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "return {} if self._memory.is_local else sampled",
-        "return sampled",
+        "return sample if self._memory.own is None else {}",
+        "return sample",
         "tests/joinables/ddp/test_even_blocks.py::test_ranks_with_as_many_local_steps_are_even",
     ),
     Mutant(

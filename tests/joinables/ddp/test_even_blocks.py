@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, ProtocolError
 from tests.cases import Model, Shards
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
@@ -52,6 +53,49 @@ def test_ranks_with_as_many_local_steps_are_even(pool: Pool) -> None:
     for even, before, after in pool.run(train_locally, "mlp", (5, 5, 5)):
         assert even
         assert_same(after, before)  # each has its own, as without the block
+
+
+def one_rank_changes(rank: int, kinds: tuple[str, ...]) -> list[str]:
+    """For each kind of blocks: what the next block says once rank 1 alone has changed its weights."""
+    texts = list[str]()
+    for kind in kinds:
+        ddp = DistributedDataParallel(build("mlp"))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+        def train(count: int = 4, *, alone: bool = kind != "accumulates") -> None:
+            with Join([ddp, optimizer], divide_by_initial_world_size=False):
+                for step in range(count):
+                    x, y = batch(rank, 0, step)
+                    with ddp.no_sync() if step % 2 == 0 else nullcontext():
+                        ((ddp(x) - y) ** 2).mean().backward()
+                    if alone or step % 2:
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+        train()
+        train(0)  # an evaluation
+        if kind == "averages":
+            for parameter in ddp.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= 3
+        if kind == "uneven":
+            train(2 * rank)
+        train(alone=False)
+        for parameter in ddp.parameters() if rank == 1 else ():
+            parameter.data *= 1.5
+        try:
+            train(alone=kind == "stays apart")
+            texts.append("fine")
+        except ProtocolError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_steps_alone_are_one_reason_to_differ_and_no_other(pool: Pool) -> None:
+    kinds = ("accumulates", "averages", "uneven", "stays apart")
+    for *others, apart in pool.run(one_rank_changes, kinds, ranks=3):
+        assert apart == "fine"
+        assert all(text.endswith("[J441]") and "squared norm" in text for text in others), others
 
 
 def normalise(rank: int, how: str, way: str) -> tuple[bool, Any, Any]:

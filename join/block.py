@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import atexit
 import struct
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -143,8 +144,9 @@ class OpenBlock:
 
     def __init__(self, collective: Collective, scope: Scope) -> None:
         self._collective, self._scope = collective, scope
-        for outer in list(channels.values()):  # ranks may be threads, which open blocks meanwhile
-            if not outer.step.in_loop and _would_block(outer.collective, collective):
+        for outer in list(channels.values()):  # other threads may open blocks meanwhile, which are not around this one
+            is_around = outer.thread is threading.current_thread() and not outer.step.in_loop
+            if is_around and _would_block(outer.collective, collective):
                 raise JoinError(
                     f"A block on {collective.world_size} ranks was entered inside a plain block on another group of"
                     f" {outer.collective.world_size} ranks, so ranks could wait for each other forever. Leave the outer"

@@ -145,7 +145,8 @@ class Join:
 
     def _reset(self) -> None:
         """Make new joinables for the objects, and forget the report: both belong to the previous block."""
-        self._joinables = expand(self._objects) or [(NothingAlone if is_alone(self._group) else NothingListed)(self._group)]
+        nothing = NothingAlone if is_alone(self._group) else NothingListed
+        self._joinables = expand(self._objects) or [nothing(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
         self._loop: Loop[Any] | None = None  # that began last
         self._report: Callable[[], JoinReport] | None = None

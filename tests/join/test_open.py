@@ -105,11 +105,12 @@ def ends_inside(rank: int, way: str) -> None:
     join.close()
 
 
+NEVER_LEFT = "failed: JoinError: Its process ended inside a Join block. Call join.close() before that. [J582]"
 TOLD = {
     "raises": "failed: KeyError: 'mine'. The process",
     "ends at once": "is gone, without",
-    "destroys the group": "failed: JoinError: Its process ended inside a Join block. Call join.close() before that. [J582]",
-    "exits": "failed: JoinError: Its process ended inside a Join block. Call join.close() before that. [J582]",
+    "destroys the group": NEVER_LEFT,
+    "exits": NEVER_LEFT,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,32 +56,34 @@ def test_ranks_with_as_many_local_steps_are_even(pool: Pool) -> None:
         assert_same(after, before)  # each has its own, as without the block
 
 
+def accumulate(rank: int, ddp: Any, optimizer: Any, count: int = 4, *, alone: bool = False) -> None:
+    """Synchronise every second backward, and step after each of these, or alone after every backward."""
+    with Join([ddp, optimizer], divide_by_initial_world_size=False):
+        for step in range(count):
+            x, y = batch(rank, 0, step)
+            with nullcontext() if step % 2 else ddp.no_sync():
+                ((ddp(x) - y) ** 2).mean().backward()
+            if alone or step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def one_rank_changes(rank: int, kinds: tuple[str, ...]) -> list[str]:
     """For each kind of blocks: what the next block says once rank 1 alone has changed its weights."""
     texts = list[str]()
     for kind in kinds:
         ddp = DistributedDataParallel(build("mlp"))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-
-        def train(count: int = 4, *, alone: bool = kind != "accumulates") -> None:
-            with Join([ddp, optimizer], divide_by_initial_world_size=False):
-                for step in range(count):
-                    x, y = batch(rank, 0, step)
-                    with ddp.no_sync() if step % 2 == 0 else nullcontext():
-                        ((ddp(x) - y) ** 2).mean().backward()
-                    if alone or step % 2:
-                        optimizer.step()
-                        optimizer.zero_grad()
-
-        train()
+        train = partial(accumulate, rank, ddp, optimizer)
+        train(alone=kind != "accumulates")
         train(0)  # an evaluation
         if kind == "averages":
             for parameter in ddp.parameters():
                 dist.all_reduce(parameter.data)
                 parameter.data /= 3
         if kind == "uneven":
-            train(2 * rank)
-        train(alone=False)
+            train(2 * rank, alone=True)
+        train()
         for parameter in ddp.parameters() if rank == 1 else ():
             parameter.data *= 1.5
         try:

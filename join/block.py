@@ -103,8 +103,8 @@ def _report_open_blocks() -> None:
         if cause is not None:
             sys.excepthook(type(cause), cause, None)
         else:
-            text = "Its process ended inside a Join block. Call join.close() before that. [J582]"
-            guard.peers.post(error or JoinError(text))
+            never_left = JoinError("Its process ended inside a Join block. Call join.close() before that. [J582]")
+            guard.peers.post(error or never_left)
 
 
 def report_failed_entry(collective: Collective, error: BaseException) -> None:

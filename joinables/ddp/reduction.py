@@ -108,10 +108,8 @@ class GradientSync(DDPBurst):
         self._mean = self._means.unweighted
         """The mean of the last reduction that was announced."""
         self._used = UsedParameters(self._ddp, self._parameters, join.channel)
-        self._memory.window.is_earlier = self._memory.window.backwards > 0
+        self._memory.window.is_earlier, self._memory.window.sample = self._memory.window.backwards > 0, None
         self.own_steps = 0
-        # The sample at the first backward since the last reduction, if this backward is not reduced, in a plain block.
-        self._before_own_step: Mapping[str, float] | None = None
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._begin_backward)
         bursts = [each.joinable for each in join.channel.roster.listed if isinstance(each.joinable, GradientSync)]
         reduced = {each: set(map(id, reducer.reduced_parameters(each.join_target))) for each in bursts}
@@ -171,10 +169,9 @@ class GradientSync(DDPBurst):
 
     def _notice_own_step(self) -> Mapping[str, float]:
         """Notice a step on gradients that no reduction has included, and return a sample of the parameters."""
-        before, sample = self._before_own_step, sampled(self._parameters)
-        if before is not None and before != sample:
-            self._memory.own = sample
-        self._before_own_step = None
+        memory, sample = self._memory, sampled(self._parameters)
+        if memory.window.sample not in (None, sample):
+            memory.own = sample
         return sample
 
     @override
@@ -201,6 +198,7 @@ class GradientSync(DDPBurst):
         if window.is_earlier:
             return (False, False, False)
         if window.backwards and window.was_zeroed(self._parameters):
+            self._notice_own_step()
             window = self._memory.window = Window()
         return (False, window.backwards > 0, False)
 
@@ -259,6 +257,8 @@ class GradientSync(DDPBurst):
         if channel.loop is not None and not channel.step.in_loop:
             channel.loop.leave()
         window, in_loop = self._memory.window, channel.step.in_loop
+        if window.sample is not None:
+            self._notice_own_step()
         for other in self._means.sharing:
             self._refuse_shared_backward(other)
         if in_loop or window.backwards or window.number:
@@ -289,12 +289,10 @@ class GradientSync(DDPBurst):
             )
         if self._forwards.reduces_next or synchronised:
             self._mean = mean
-            if self._before_own_step is not None:
-                self._notice_own_step()
             self._begin_reduction(in_loop)
             return
-        if self._before_own_step is None and not in_loop:
-            self._before_own_step = sampled(self._parameters)
+        if window.sample is None and not in_loop:
+            window.sample = sampled(self._parameters)
         if mean.may_recount and window.backwards == 1:
             window.kept = LastResult.copy_of(self._parameters)
         autograd.after_backward(partial(self._remember_writes, window))

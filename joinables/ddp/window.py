@@ -91,6 +91,8 @@ class Window:
         with_dummies: Whether a rank had no data in one of the backwards in such a loop.
         writes: The writes to each gradient by the end of the last backward; empty before it.
         kept: The last result, as the gradients contained it before the first backward.
+        sample: The sample of the parameters at the window's first backward in the current block, if this was in plain
+            code; otherwise ``None``. Once it has changed, this rank has stepped on gradients of its own.
     """
 
     backwards: int = 0
@@ -101,6 +103,7 @@ class Window:
     with_dummies: bool = False
     writes: Writes = field(default_factory=Writes)
     kept: LastResult = field(default_factory=LastResult)
+    sample: Mapping[str, float] | None = None
 
     def was_zeroed(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether ``zero_grad`` was called since the last backward.

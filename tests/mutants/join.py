@@ -32,8 +32,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "guard.peers.post(error or JoinError(text))",
-        "guard.peers.post(JoinError(text))",
+        "guard.peers.post(error or never_left)",
+        "guard.peers.post(never_left)",
         "tests/join/test_open.py::test_a_process_that_ends_with_its_block_open[raises]",
     ),
     Mutant(

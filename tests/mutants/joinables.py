@@ -457,8 +457,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "before is not None and before != sample",
-        "before is not None",
+        "if memory.window.sample not in (None, sample):",
+        "if memory.window.sample is not None:",
         "tests/joinables/ddp/test_even_blocks.py::test_steps_alone_are_one_reason_to_differ_and_no_other",
     ),
     Mutant(

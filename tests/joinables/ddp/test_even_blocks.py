@@ -50,8 +50,9 @@ def test_ranks_that_differ_in_local_steps_are_uneven(pool: Pool, model: str, cou
         assert_same(after, longest)
 
 
-def test_ranks_with_as_many_local_steps_are_even(pool: Pool) -> None:
-    for even, before, after in pool.run(train_locally, "mlp", (5, 5, 5)):
+@pytest.mark.parametrize("count", [5, 1])
+def test_ranks_with_as_many_local_steps_are_even(pool: Pool, count: int) -> None:
+    for even, before, after in pool.run(train_locally, "mlp", (count, count, count)):
         assert even
         assert_same(after, before)  # each has its own, as without the block
 

@@ -53,25 +53,25 @@ def test_blocks_of_other_groups_that_ranks_may_enter(pool: Pool) -> None:
 
 def in_two_threads(rank: int, lockstep: bool) -> list[torch.Tensor]:
     """Each thread trains a model of its own on a group of its own, while the block of the other thread is open."""
-    groups, both, found = [dist.new_group() for _ in range(2)], threading.Barrier(2), dict[int, list[torch.Tensor]]()
+    modules = [DistributedDataParallel(build("mlp"), process_group=dist.new_group()) for _ in range(2)]
+    both = threading.Barrier(2)
 
     def train(thread: int) -> None:
-        ddp = DistributedDataParallel(build("mlp"), process_group=groups[thread])
+        ddp = modules[thread]
         optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-3)
         data = [batch(rank, 0, step) for step in range(COUNTS[rank - thread])]
         for _ in range(2):
-            both.wait(20)
+            both.wait(60)
             with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
-                both.wait(20)
+                both.wait(60)
                 for x, y in join.iterate(data) if lockstep else data:
                     optimizer.zero_grad()
                     nn.functional.mse_loss(ddp(x), y).backward()
                     optimizer.step()
-        found[thread] = [parameter.detach() for parameter in ddp.parameters()]
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(train, range(2)))
-    return found[0] + found[1]
+    return [parameter.detach() for ddp in modules for parameter in ddp.parameters()]
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

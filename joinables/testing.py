@@ -83,7 +83,7 @@ def run_ranks(
 
     Each rank is a new process of this machine, with the default process group set up. It computes on one thread. When
     this function returns or raises an exception, none of these processes runs any more, nor any process that they have
-    started.
+    started. A process that ``fn`` forks is not a rank. If it leaves ``fn``, it ends.
 
     Example::
 

@@ -33,6 +33,9 @@ launch fails although the file of a result is complete, the exception that the p
 attribute. While rank 0 writes this file, it is not ended for the failure of another rank. If a result cannot be sent,
 rank 0 calls the result's method ``lost``, if it has one, with the exception.
 
+A process that a worker forks or starts is not a worker. It has a copy of all that the worker has open, so the parent
+waits for the end of the process itself, and not for a pipe. A fork that leaves ``fn`` ends there.
+
 Files are mapped and not copied: all workers share the tensors of the call in memory until they change them.
 
 Sources: "torchrun (Elastic Launch)" in PyTorch's documentation; "OUTPUT ENVIRONMENT VARIABLES" in srun(1);
@@ -177,6 +180,9 @@ class Launcher:
 
     def launch(self, fn: Callable[..., _T], *args: Any) -> _T:
         """Run ``fn(*args)`` on all ranks, with the default process group set up.
+
+        Processes that ``fn`` forks or starts are not ranks: a launch does not wait for them, and a fork that leaves
+        ``fn`` ends.
 
         If a launcher started the processes, all of them have to call this method equally often. Each process then
         receives its own result. After an exception its process group stays, since taking it down could wait for

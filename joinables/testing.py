@@ -27,8 +27,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -118,13 +118,8 @@ def run_ranks(
     call = (fn, args) if start_method == "fork" else _pickled(fn, args)
     with temporary_folder() as name:
         results = [Path(name, f"result-{rank}") for rank in range(world_size)]
-        ranks: list[BaseProcess] = []
-        try:
-            for rank in range(world_size):
-                ranks.append(start(_work, rank, call, world_size, name, backend, limit, method=start_method))
+        with _started(start_method, call, world_size, name, backend, limit) as ranks:
             failed, running = _wait(ranks, results, limit)
-        finally:
-            _kill(ranks)
         if not (failed or running):
             return [pickle.loads(result.read_bytes()) for result in results]
         texts = [_text(rank, ranks[rank].exitcode if failed else None, Path(name)) for rank in failed or running]
@@ -146,6 +141,22 @@ def _pickled(*call: Any) -> bytes:
         ) from error
 
 
+@contextmanager
+def _started(method: str, call: Any, world_size: int, *how: Any) -> Generator[list[BaseProcess]]:
+    """Return the context of new ranks. It ends all of them, and the processes that they have started."""
+    ranks: list[BaseProcess] = []
+    try:
+        for rank in range(world_size):
+            ranks.append(start(_work, rank, call, world_size, *how, method=method))
+        yield ranks
+    finally:
+        for process in ranks:
+            with suppress(ProcessLookupError):  # the rank has left no process
+                os.killpg(cast("int", process.pid), signal.SIGKILL)
+            process.kill()
+            process.join()
+
+
 def _wait(ranks: Sequence[BaseProcess], results: Sequence[Path], limit: float) -> tuple[list[int], list[int]]:
     """Wait until all ranks end, until one ends without a result, or until ``limit``, when ranks write their stacks.
 
@@ -161,15 +172,6 @@ def _wait(ranks: Sequence[BaseProcess], results: Sequence[Path], limit: float) -
         os.kill(cast("int", process.pid), signal.SIGUSR2)
     wait_for_all(running, _TO_SHOW)
     return [], sorted(running.values())
-
-
-def _kill(ranks: Sequence[BaseProcess]) -> None:
-    """End all ranks, and the processes that they have started."""
-    for process in ranks:
-        with suppress(ProcessLookupError):  # the rank has left no process
-            os.killpg(cast("int", process.pid), signal.SIGKILL)
-        process.kill()
-        process.join()
 
 
 def _text(rank: int, code: int | None, folder: Path) -> str:

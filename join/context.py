@@ -44,7 +44,7 @@ from join.options import Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
-from join.scaling import checked_divided_over, factor_in_loop, scale_alone, scaled
+from join.scaling import checked_divided_over, factor_in_loop, refuse_scaling, scale_alone, scaled
 
 T = TypeVar("T")
 L = TypeVar("L", bound="torch.Tensor | float")
@@ -280,7 +280,7 @@ class Join:
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
-        if self._step.in_loop:
+        if self._is_in_loop:
             raise JoinError(
                 f"join.weight={weight!r} was set in a loop over join.iterate, which needs all weights before a step."
                 " Pass join.iterate(loader, weigh=function), with 0 for a batch that does not count. [J468]"
@@ -336,12 +336,8 @@ class Join:
                     joinable.check_divisor(self._collective.world_size)
             factor = factor_in_loop(step, engine * self._divisor)
             return scaled(loss, factor) if block is None else block.channel.scaling.scale(loss, factor)
-        if divided_over is not None:
-            raise ValueError(
-                f"divided_over={divided_over!r} was passed to join.scale in a plain block, where"
-                " DistributedDataParallel divides the gradients. Remove the argument from the call, or loop over"
-                " join.iterate. [J470]"
-            )
+        if self._is_in_loop or divided_over is not None:
+            refuse_scaling(None if self._is_in_loop else divided_over)
         weight = None if self._scope is None else self._scope.weight
         if weight is None:
             return loss
@@ -384,15 +380,22 @@ class Join:
         step = self._step
         if not step.in_loop:
             raise JoinError(
-                "join.mean was called outside a loop over join.iterate, but ranks without data would not call it. Loop"
-                " over join.iterate(loader), or list a joinables.Mean in the block and read it after the block. [J686]"
+                "join.mean was called outside the body of a loop over join.iterate, but ranks without data would not"
+                " call it. Loop over join.iterate(loader), or list a joinables.Mean in the block and read it after the"
+                " block. [J686]"
             )
         return mean_over_ranks(self._collective, value, step.weight if weight is None or step.is_dummy else weight)
 
     @property
     def _step(self) -> Step:
-        """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``PLAIN``."""
-        return PLAIN if self._channel is None else self._channel.step
+        """Step of a loop over :meth:`iterate` whose body runs, of this block or of one around it; or ``PLAIN``."""
+        channel = self._channel
+        return channel.step if channel is not None and channel.in_step else PLAIN
+
+    @property
+    def _is_in_loop(self) -> bool:
+        """Whether a loop has begun and not ended, and this rank has not left it: in its body, or while it reads."""
+        return self._channel is not None and self._channel.step.in_loop
 
     @property
     def total_weight(self) -> float:
@@ -411,8 +414,8 @@ class Join:
         """
         if not self._step.in_loop:
             raise JoinError(
-                "join.total_weight was read outside a loop over join.iterate, but only there all ranks know the weights"
-                " of a step. Loop over join.iterate(loader), or list a joinables.Mean in the block. [J735]"
+                "join.total_weight was read outside the body of a loop over join.iterate, but only there all ranks know"
+                " the weights of a step. Loop over join.iterate(loader), or list a joinables.Mean in the block. [J735]"
             )
         return float(self._step.of_all * (1 if self._block is not None else self._collective.world_size))
 

@@ -28,12 +28,25 @@ def show(verdicts: Verdicts) -> None:
         print(f"  {verdict.kind}: {', '.join(verdict.outcomes)}: {shortest(keys)}")
 
 
+def show_new(before: Verdicts, now: Verdicts) -> bool:
+    """Show programs that end wrong in a way in which no kept one does."""
+    known = {(verdict.kind, *sorted(verdict.outcomes)) for verdict in before.values()}
+    new = {key: verdict for key, verdict in now.items() if (verdict.kind, *sorted(verdict.outcomes)) not in known}
+    new = {key: verdict for key, verdict in new.items() if verdict.kind not in RIGHT}
+    if new:
+        print("NEW")
+        show(new)
+    return bool(new)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.worlds", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="write the verdicts instead of comparing them")
     parser.add_argument("--show", action="store_true", help="show the kept verdicts, and run nothing")
     parser.add_argument("--over", nargs="*", default=[*TRANSPORTS], choices=TRANSPORTS, help="the transports")
-    parser.add_argument("--letters", type=int, help="the longest words, on two ranks, which are not compared")
+    parser.add_argument(
+        "--letters", type=int, help="the longest words, on two ranks: only new kinds of wrong ends are shown"
+    )
     parser.add_argument("--seed", type=int, default=0, help="what decides which rank runs next")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
@@ -44,15 +57,16 @@ def main() -> int:
     every, now = parts(arguments.over, sizes, arguments.seed), Verdicts()
     for number, found in enumerate(judge_all(every, arguments.processes), 1):
         now.update(found)
-        if sys.stderr.isatty():
-            print(f"\r{number} of {len(every)} parts, {len(now)} programs", end="", file=sys.stderr, flush=True)
+        if not number % 100:
+            print(f"{number} of {len(every)} parts: {len(now)} programs", file=sys.stderr, flush=True)
     show(now)
     if arguments.keep:
-        keep(now)
-        return 0
-    if arguments.letters:
+        others = {key: verdict for key, verdict in kept().items() if key[0] not in arguments.over}
+        keep({**others, **now})
         return 0
     before = {key: verdict for key, verdict in kept().items() if key[0] in arguments.over}
+    if arguments.letters:
+        return show_new(before, now)
     differences = changed(before, now)
     for (old, new), keys in sorted(differences.items(), key=lambda item: -len(item[1])):
         print(f"CHANGED {shortest(keys)}:\n    {old}\n    {new}")

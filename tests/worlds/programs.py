@@ -11,7 +11,7 @@ the words in a :class:`Result` are what was read, with ``*`` where the rest was 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -220,9 +220,10 @@ class Rank:
 
     def loop(self, batches: int, *, breaks: bool = False) -> None:
         for _ in self.join.iterate([torch.zeros(1)] * batches):
-            self.step()
             if breaks:
+                self.alone()
                 break
+            self.step()
 
     def fail(self) -> None:
         raise Boom
@@ -275,45 +276,44 @@ def quietly(call: Callable[[], object]) -> Callable[[], None]:
     return called
 
 
-STEPS = {"i": (1, 1, 1), "s": (0, 1, 1), "t": (2, 1, 1), "f": (1, 1, 0)}
-"""How often a rank contributes to its own burst, to the leader's and to the follower's, by letter."""
+STEPS = {"i": (1, 1, 1), "s": (0, 1, 1), "t": (2, 1, 1), "f": (1, 1, 0), "b": (1, 1, 0)}
+"""How often a step contributes to its own burst, to the leader's and to the follower's, by letter."""
 
 
 def reference(words: Sequence[str]) -> tuple[list[list[int]], int] | None:
-    """Return the sums of each joinable and the steps of an even training, or ``None`` if the ranks do not fit.
+    """Return the sums of each joinable and the number of steps, or ``None`` if the ranks do not fit.
 
-    Ranks that fit run the same loops over ``iterate`` in each block, and as many steps before each of them.
+    Ranks that fit have as many blocks, and in each as many loops, with as many bursts before each of them.
     """
     sums, steps = [list[int]() for _ in range(4)], 0
     blocks = [re.split(r"[|!]", word) for word in words]
-    if len({*map(len, blocks)}) > 1:
+    if not _are_equal(map(len, blocks)):
         return None
     for block in zip(*blocks, strict=True):
-        parts = [re.findall(r"[012b]|[^012b]+", word) for word in block]
-        loops = [[part for part in each if part in "012b"] for each in parts]
-        if len({*map(len, loops)}) > 1:
+        parts = [re.split(r"([012b])", word) for word in block]  # of a rank: plain steps, a loop, plain steps, ...
+        if not _are_equal(map(len, parts)):
             return None
-        plain = [re.split(r"[012b]", word) for word in block]
-        for at in range(len(loops[0]) + 1):
-            heads = [each[at] for each in plain]
-            if at < len(loops[0]) and len({*heads}) > 1:
+        for at, part in enumerate(zip(*parts, strict=True), 1):
+            words_of_steps = [each.replace("0", "").replace("1", "i").replace("2", "ii") for each in part]
+            rows = [_contributions(word, 10**rank) for rank, word in enumerate(words_of_steps)]
+            is_loop, is_last = at % 2 == 0, at == len(parts[0])
+            if ("b" in part and not _are_equal(part)) or not (
+                is_loop or is_last or _are_equal([*map(len, row)] for row in rows)
+            ):
                 return None
-            rows = [_bursts(head, 10**rank) for rank, head in enumerate(heads)]
-            _add(sums, rows)
-            steps += max(sum(letter in STEPS for letter in head) for head in heads)
-            if at < len(loops[0]):
-                kinds = [each[at] for each in loops]
-                if "b" in kinds and len({*kinds}) > 1:
-                    return None
-                batches = [1 if kind == "b" else int(kind) for kind in kinds]
-                rows = [[[10**rank] * count] * 3 + [[]] for rank, count in enumerate(batches)]
-                _add(sums, rows)
-                steps += max(batches)
+            for total, of_ranks in zip(sums, zip(*rows, strict=True), strict=True):
+                total += map(sum, zip_longest(*of_ranks, fillvalue=0))
+            steps += max(sum(letter in STEPS for letter in word) for word in words_of_steps)
     return sums, steps
 
 
-def _bursts(letters: str, number: int) -> list[list[int]]:
-    """Return what a rank contributes to each burst of each joinable."""
+def _are_equal(values: Iterable[Any]) -> bool:
+    first, *others = values
+    return all(value == first for value in others)
+
+
+def _contributions(letters: str, number: int) -> list[list[int]]:
+    """Return what a rank contributes to each burst of each joinable: its number, or nothing."""
     found = [list[int]() for _ in range(4)]
     for letter in letters:
         if letter == "n":
@@ -321,11 +321,6 @@ def _bursts(letters: str, number: int) -> list[list[int]]:
         for times, row in zip(STEPS.get(letter, ()), found, strict=False):
             row += [number] * times or [0]
     return found
-
-
-def _add(sums: list[list[int]], rows: Sequence[list[list[int]]]) -> None:
-    for total, of_ranks in zip(sums, zip(*rows, strict=True), strict=True):
-        total += map(sum, zip_longest(*of_ranks, fillvalue=0))
 
 
 def kind_of(ranks: Sequence[Rank]) -> str:
@@ -372,7 +367,8 @@ class Result:
         words: What each rank has read, with ``*`` for what it might have read after that.
         outcomes: How each rank ended.
         left: How many blocks each rank left without an error.
-        kind: What that is, as :func:`kind_of` says, or ``hang`` if it has no end.
+        kind: What that is, as :func:`kind_of` says, or ``hang`` if it has no end, or ``crash`` if a thread beside the
+            ranks raised an exception.
         exchanges: The largest number of collectives of a rank.
     """
 
@@ -411,5 +407,6 @@ def run(words: Sequence[str], over: Callable[[Collective], Collective], longest:
     outcomes = tuple(rank.outcome for rank in every)
     read = tuple(rank.read_so_far() for rank in every)
     exchanges = max(collective.issued_counter()() for collective in collectives)
-    kind = "hang" if scheduler.has_hung or exchanges > MOST_EXCHANGES else kind_of(every)
+    has_end = not scheduler.has_hung and exchanges <= MOST_EXCHANGES
+    kind = "crash" if scheduler.errors else kind_of(every) if has_end else "hang"
     return Result(read, outcomes, tuple(rank.left for rank in every), kind, exchanges)

@@ -86,28 +86,30 @@ class Scheduler:
         self.ready, self.waiting = list[Task](), list[Task]()
         self.is_over, self.has_hung = False, False
         self.errors = list[BaseException]()
+        """What threads have raised."""
         baton = threading.Lock()
         baton.acquire()
         self.running = self._main = Task(baton, 0)
         self._numbers = itertools.count(1)
 
-    def run(self, call: Callable[[], T]) -> T:
+    def run(self, call: Callable[[], T]) -> T | None:
         """Return the result of a function, once no thread is left.
 
         Raises:
-            Exception: What the function or a thread raised.
+            RuntimeError: If threads hang and the function does not end by an exception.
         """
-        Scheduler.current = self
+        Scheduler.current, result = self, None
         try:
-            return call()
+            result = call()
         except Killed:
-            raise RuntimeError("the threads hang") from None
+            pass
         finally:
             self.is_over = True
             while self.waiting or self.ready:
                 self._hand_over(self._main)
-            if self.errors and not self.has_hung:
-                raise self.errors[0]
+        if self.has_hung:
+            raise RuntimeError("the threads hang")
+        return result
 
     def start(self, call: Callable[[], object], process: int) -> Task:
         """Make a thread, which may run from now on."""

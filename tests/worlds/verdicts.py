@@ -63,14 +63,6 @@ def judge(over: str, program: str, longest: int, seed: int = 0) -> tuple[str, Ve
     return ",".join(result.words), Verdict(result.kind, result.outcomes, result.left)
 
 
-def words(longest: int) -> list[str]:
-    """Return all words of up to so many letters, in alphabetical order."""
-    if not longest:
-        return [""]
-    rest = words(longest - 1)
-    return ["", *(letter + word for letter in sorted(LETTERS) for word in (rest if letter not in ENDS else [""]))]
-
-
 def stands_for(program: Sequence[str]) -> Iterator[str]:
     """Yield what may have been read of a program, and stands for it."""
     each = [[word, *(f"{word[:end]}*" for end in range(len(word) + 1))] for word in program]
@@ -78,39 +70,63 @@ def stands_for(program: Sequence[str]) -> Iterator[str]:
 
 
 class Part(NamedTuple):
-    """Programs whose words begin with these letters, one for each rank, and have up to ``longest`` letters."""
+    """Programs whose words begin like ``words``, and have up to ``longest`` letters.
+
+    Attributes:
+        over: The transport.
+        words: The beginning of each rank's word.
+        is_open: Whether other letters may follow it, by rank.
+        longest: The largest number of letters of a word.
+        seed: What decides which rank runs next.
+    """
 
     over: str
-    first: tuple[str, ...]
+    words: tuple[str, ...]
+    is_open: tuple[bool, ...]
     longest: int
     seed: int = 0
 
     def judge(self) -> Verdicts:
-        """Run each of these programs that no other one stands for; of those that differ in the order of ranks, one."""
+        """Run each program that no other one stands for; of those that differ in the order of ranks, one."""
         found: Verdicts = {}
-        every = [[word for word in words(self.longest) if word[:1] == letter] for letter in self.first]
         with ready():
-            for program in itertools.product(*every):
-                is_other_order = any(one > other for one, other in itertools.pairwise(program))
-                if is_other_order or any((self.over, each) in found for each in stands_for(program)):
-                    continue
-                read, verdict = judge(self.over, ",".join(program), self.longest, self.seed)
-                found[self.over, read] = verdict
-                if not len(found) % _BETWEEN_COLLECTIONS:
-                    gc.collect()
+            self._judge(found, {})
         return found
+
+    def _judge(self, found: Verdicts, ran: dict[tuple[str, ...], tuple[str, Verdict]]) -> None:
+        if self.words not in ran:
+            ran[self.words] = judge(self.over, ",".join(self.words), self.longest, self.seed)
+            if not len(ran) % _BETWEEN_COLLECTIONS:
+                gc.collect()
+        read, verdict = ran[self.words]
+        for rank, word in enumerate(read.split(",")):
+            if self.is_open[rank] and not word.endswith("*"):  # it has asked for more
+                for part in self.split(rank):
+                    part._judge(found, ran)
+                return
+        found[self.over, read] = verdict
+
+    def split(self, rank: int) -> Iterator[Part]:
+        """Yield the parts in which the word of a rank ends here, or has another letter."""
+        for letter in ("", *sorted(LETTERS)):
+            word = self.words[rank] + letter
+            words, is_open = [*self.words], [*self.is_open]
+            words[rank], is_open[rank] = word, letter not in ("", *ENDS) and len(word) < self.longest
+            if not any(map(_is_other_order, words, words[1:], is_open[1:])):
+                yield self._replace(words=(*words,), is_open=(*is_open,))
+
+
+def _is_other_order(word: str, following: str, is_open: bool) -> bool:
+    """Return whether a word comes after the one of the next rank, whatever follows there."""
+    return word > following and not (is_open and word.startswith(following))
 
 
 def parts(over: Iterable[str] = TRANSPORTS, sizes: dict[int, int] = SIZES, seed: int = 0) -> list[Part]:
-    """Return all parts, the longest ones first."""
-    letters = sorted(["", *LETTERS])
-    each = [
-        Part(name, first, longest, seed)
-        for name in over
-        for ranks, longest in sizes.items()
-        for first in itertools.combinations_with_replacement(letters, ranks)
-    ]
-    return sorted(each, key=lambda part: len({*part.first}))  # the same letter on all ranks fails least
+    """Return parts of all programs, of which the letter of each word is known."""
+    found = [Part(name, ("",) * ranks, (True,) * ranks, size, seed) for name in over for ranks, size in sizes.items()]
+    for rank in range(max(sizes)):
+        found = [each for part in found for each in (part.split(rank) if rank < len(part.words) else [part])]
+    return found
 
 
 def judge_all(each: Sequence[Part], processes: int) -> Iterator[Verdicts]:

@@ -394,10 +394,7 @@ def run(words: Sequence[str], over: Callable[[Collective], Collective], longest:
     def work(collective: Collective) -> None:
         collectives.append(collective)
         rank = ranks[collective.rank] = Rank(over(collective), words[collective.rank], longest)
-        if "e" not in rank.word:
-            return rank()
-        body = threads.Thread(target=quietly(rank))
-        body.start()
+        threads.Thread(target=quietly(rank)).start()  # so that the collective learns it if that process ends
         rank.ended.wait()
 
     scheduler = Scheduler(seed)

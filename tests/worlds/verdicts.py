@@ -39,6 +39,14 @@ class Verdict(NamedTuple):
     outcomes: tuple[str, ...]
     left: tuple[int, ...]
 
+    @property
+    def essence(self) -> tuple[str, ...]:
+        """The part that does not depend on which rank runs next: its kind, and if it is right, each rank's error.
+
+        If two ranks fail, another rank may name either of them.
+        """
+        return (self.kind, *(outcome.partition("(")[0] for outcome in self.outcomes if self.kind in RIGHT))
+
 
 Verdicts: TypeAlias = dict[tuple[str, str], Verdict]
 """Verdicts by transport and program."""
@@ -63,9 +71,11 @@ def judge(over: str, program: str, longest: int, seed: int = 0) -> tuple[str, Ve
     return ",".join(result.words), Verdict(result.kind, result.outcomes, result.left)
 
 
-def stands_for(program: Sequence[str]) -> Iterator[str]:
-    """Yield what may have been read of a program, and stands for it."""
-    each = [[word, *(f"{word[:end]}*" for end in range(len(word) + 1))] for word in program]
+def stands_for(words: Sequence[str], is_open: Sequence[bool] = ()) -> Iterator[str]:
+    """Yield what may have been read of programs that begin with these words and may have more letters."""
+    opens = is_open or [False] * len(words)
+    begins = ([f"{word[:end]}*" for end in range(len(word) + 1)] for word in words)
+    each = [begin if is_more else [*begin, word] for begin, word, is_more in zip(begins, words, opens, strict=True)]
     return map(",".join, itertools.product(*each))
 
 
@@ -94,6 +104,8 @@ class Part(NamedTuple):
         return found
 
     def _judge(self, found: Verdicts, ran: dict[tuple[str, ...], tuple[str, Verdict]]) -> None:
+        if any((self.over, read) in found for read in stands_for(self.words, self.is_open)):
+            return
         if self.words not in ran:
             ran[self.words] = judge(self.over, ",".join(self.words), self.longest, self.seed)
             if not len(ran) % _BETWEEN_COLLECTIONS:
@@ -183,7 +195,7 @@ def changed(before: Verdicts, now: Verdicts) -> dict[tuple[Verdict | None, Verdi
     found = defaultdict[tuple["Verdict | None", "Verdict | None"], list[tuple[str, str]]](list)
     for key in {**before, **now}:
         pair = find(before, *key), find(now, *key)
-        if pair[0] != pair[1]:
+        if None in pair or pair[0].essence != pair[1].essence:
             found[pair].append(key)
     return found
 

@@ -1,7 +1,7 @@
-"""Which cases are run: all of a cross product, or some in which each pair of its parts occurs.
+"""Which tests run: ``make test`` runs some, ``make test-all`` (in CI) more, ``make test-night`` all.
 
-``make test`` runs some, ``make test-all`` sets ``TESTS=all``; only there are tests that :data:`at_night` marks. Some
-tests that train for three epochs train for two in ``make test``.
+The environment variable ``TESTS`` says so: unset, "all" or "night". Tests that :data:`in_test_all` or :data:`at_night`
+marks are collected there only, unless they are named one by one (``pytest FILE::TEST``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import TypeVar
 
 import pytest
 
-ALL = os.environ.get("TESTS") == "all"
-at_night = pytest.mark.skipif(not ALL, reason="costly, and tells little more than others: make test-all")
+NIGHT = os.environ.get("TESTS") == "night"
+ALL = NIGHT or os.environ.get("TESTS") in ("all", "gpu")
+in_test_all, at_night = pytest.mark.in_test_all, pytest.mark.at_night
 T = TypeVar("T")
 Parts = Mapping[str, Hashable]
 Epochs = tuple[tuple[int, ...], ...]
@@ -26,16 +27,19 @@ def by_position(row: Iterable[Hashable]) -> Parts:
 
 
 def all_or_some(rows: Iterable[T], parts_of: Callable[[T], Parts], together: int = 2) -> list[T]:
-    """All rows, or so few of them that each pair of parts which occurs in a row still occurs in one.
+    """All rows at night; else so few of them that each pair of parts which occurs in a row still occurs in one.
+
+    ``make test`` has each part occur.
 
     Args:
         rows: what there is.
         parts_of: what a row is made of, by name.
-        together: 2 for each pair; 1 for each part.
+        together: 2 for each pair; 1 for each part in ``make test-all``, too.
     """
     every = list(rows)
-    if ALL:
+    if NIGHT:
         return every
+    together = together if ALL else 1
     pairs = [set(combinations(sorted(parts_of(row).items(), key=lambda part: part[0]), together)) for row in every]
     missing = set[tuple[tuple[str, Hashable], ...]]().union(*pairs)
     chosen: set[int] = set()
@@ -47,5 +51,5 @@ def all_or_some(rows: Iterable[T], parts_of: Callable[[T], Parts], together: int
 
 
 def first_and_last(epochs: Epochs) -> Epochs:
-    """All epochs, or those two: state goes from one to the next, and another rank has no data."""
-    return epochs if ALL or len(epochs) < 3 else (epochs[0], epochs[-1])
+    """All epochs at night, or those two: state goes from one to the next, and another rank has no data."""
+    return epochs if NIGHT or len(epochs) < 3 else (epochs[0], epochs[-1])

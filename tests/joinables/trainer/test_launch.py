@@ -53,7 +53,7 @@ from joinables.trainer.launch import (
 from tests.ending import Ending
 from tests.joinables.trainer.modules import KillsWhoWritesIt
 from tests.scripts import TORCHRUN, run_forked
-from tests.selection import ALL
+from tests.selection import NIGHT
 from tests.shorter import using
 from tests.versions import remove_temporary_folders
 
@@ -642,7 +642,7 @@ SLEEPER = """
 
 @pytest.mark.parametrize(
     ("start_method", "sent"),
-    [("fork", "SIGKILL"), *([("fork", "SIGINT"), ("spawn", "SIGINT"), ("spawn", "SIGKILL")] if ALL else [])],
+    [("fork", "SIGKILL"), *([("fork", "SIGINT"), ("spawn", "SIGINT"), ("spawn", "SIGKILL")] if NIGHT else [])],
 )
 def test_end_of_the_parent_is_the_end_of_its_workers(
     start_method: str, sent: str, folder: Path, tmp_path: Path

@@ -41,7 +41,7 @@ from joinables.trainer.module import check_module
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.models import TOLERANCE, assert_same, flat_state
 from tests.scripts import ROOT
-from tests.selection import ALL
+from tests.selection import NIGHT
 
 
 @pytest.fixture(autouse=True)
@@ -263,7 +263,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start_method", ["fork", *(["spawn"] if ALL else [])])
+@pytest.mark.parametrize("start_method", ["fork", *(["spawn"] if NIGHT else [])])
 def test_ctrl_c(tmp_path: Path, start_method: str) -> None:
     script, begun, folder = tmp_path / "script.py", tmp_path / "begun", tmp_path / "left"
     script.write_text(INTERRUPTED)

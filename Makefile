@@ -45,7 +45,7 @@ HOSTS := tests/two_hosts
 SCRIPTS := tests/test_scripts.py tests/test_notebook.py tests/projects
 WHEEL := tests/test_wheel.py tests/test_package.py
 SITE := tests/docs
-INTEGRATIONS := tests/integrations
+INTEGRATIONS := tests/integrations tests/joinables/metrics
 PARTS := tests/accelerator tests/engines $(HOSTS) $(SCRIPTS) $(WHEEL) $(SITE) $(INTEGRATIONS)
 
 test: .venv/.test-installed

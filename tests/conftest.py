@@ -35,6 +35,8 @@ TOGETHER = (
     "tests/accelerator/test_failures.py",
     "tests/two_hosts/",
     "tests/join/failure/test_ends.py",
+    "tests/join/failure/test_hang.py",
+    "tests/join/failure/test_stopped.py",
     "tests/joinables/test_dummy_forward.py",
     "tests/docs/test_site.py",
     METRICS := "tests/joinables/metrics/",

@@ -6,10 +6,11 @@ marks are collected there only, unless they are named one by one (``pytest FILE:
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -21,12 +22,18 @@ Parts = Mapping[str, Hashable]
 Epochs = tuple[tuple[int, ...], ...]
 
 
-def by_position(row: Iterable[Hashable]) -> Parts:
-    """The parts of a row that is a tuple of them."""
-    return {str(at): part for at, part in enumerate(row)}
+def parts_in(row: Any) -> Parts:
+    """The parts of a row: those of a tuple, or the attributes of an object, in which other such objects may be."""
+    if isinstance(row, tuple):
+        return {str(at): str(part) for at, part in enumerate(cast("tuple[Any, ...]", row))}
+    return {
+        f"{name}.{inner}": part
+        for name, value in vars(row).items()
+        for inner, part in (parts_in(value) if dataclasses.is_dataclass(value) else {"": str(value)}).items()
+    }
 
 
-def all_or_some(rows: Iterable[T], parts_of: Callable[[T], Parts], together: int = 2) -> list[T]:
+def all_or_some(rows: Iterable[T], parts_of: Callable[[T], Parts] = parts_in, together: int = 2) -> list[T]:
     """All rows at night; else so few of them that each pair of parts which occurs in a row still occurs in one.
 
     ``make test`` has each part occur.
@@ -36,10 +43,16 @@ def all_or_some(rows: Iterable[T], parts_of: Callable[[T], Parts], together: int
         parts_of: what a row is made of, by name.
         together: 2 for each pair; 1 for each part in ``make test-all``, too.
     """
+    return list(rows) if NIGHT else _covering(rows, parts_of, together if ALL else 1)
+
+
+def all_or_each(rows: Iterable[T], parts_of: Callable[[T], Parts] = parts_in) -> list[T]:
+    """All rows in ``make test-all``; in ``make test`` so few of them that each part still occurs in one."""
+    return list(rows) if ALL else _covering(rows, parts_of, 1)
+
+
+def _covering(rows: Iterable[T], parts_of: Callable[[T], Parts], together: int) -> list[T]:
     every = list(rows)
-    if NIGHT:
-        return every
-    together = together if ALL else 1
     pairs = [set(combinations(sorted(parts_of(row).items(), key=lambda part: part[0]), together)) for row in every]
     missing = set[tuple[tuple[str, Hashable], ...]]().union(*pairs)
     chosen: set[int] = set()

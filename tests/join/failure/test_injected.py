@@ -21,7 +21,7 @@ from docs.interrupted import DATA, PAGE, page
 from join import Join
 from tests.ending import End, Ending, Running
 from tests.models import batch, build
-from tests.selection import NIGHT
+from tests.selection import NIGHT, in_test_all
 
 ROOT = Path(__file__).parent.parent.parent.parent
 SAMPLE = 2  # lines of each door, transport and way
@@ -144,6 +144,7 @@ def cases_of(ending: Ending, most: int) -> list[tuple[bool, str, str, str]]:
     return cases
 
 
+@in_test_all
 @pytest.mark.timeout(7200 if NIGHT else 240)
 def test_the_other_rank_learns_of_it(ending: Ending) -> None:
     cases = cases_of(ending, 10**6 if NIGHT else SAMPLE)

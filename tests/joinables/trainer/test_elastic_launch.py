@@ -16,7 +16,7 @@ import pytest
 
 from tests.ending import Ending
 from tests.joinables.trainer.elastic import STEPS, WORK, Kill, assert_exact
-from tests.selection import NIGHT, at_night
+from tests.selection import NIGHT, at_night, in_test_all
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -77,6 +77,7 @@ def test_as_many_ranks_go_on(ending: Ending, tmp_path: Path, work: str, seed: in
     assert_exact(tmp_path, 3)
 
 
+@in_test_all
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_fewer_ranks_go_on(ending: Ending, tmp_path: Path, work: str, seed: int) -> None:
@@ -88,6 +89,7 @@ def test_fewer_ranks_go_on(ending: Ending, tmp_path: Path, work: str, seed: int)
     assert_exact(tmp_path, 2)
 
 
+@in_test_all
 @pytest.mark.parametrize("work", SOME_WORK)
 def test_a_rank_is_killed_before_it_meets_the_others(ending: Ending, tmp_path: Path, work: str) -> None:
     kill = Kill(-1, 1, is_over=False)

@@ -53,7 +53,7 @@ from joinables.trainer.launch import (
 from tests.ending import Ending
 from tests.joinables.trainer.modules import KillsWhoWritesIt
 from tests.scripts import TORCHRUN, run_forked
-from tests.selection import NIGHT
+from tests.selection import NIGHT, in_test_all
 from tests.shorter import using
 from tests.versions import remove_temporary_folders
 
@@ -154,7 +154,7 @@ def holds(ports: list[int]) -> bool:
     return any(os.path.islink(path) and os.readlink(path) in listening for path in Path("/proc/self/fd").iterdir())
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", pytest.param("spawn", marks=in_test_all)])
 def test_workers_inherit_the_socket_and_close_it(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ports: list[int] = []
     bind = socket.create_server
@@ -193,6 +193,7 @@ def large(argument: torch.Tensor) -> Any:
     return met, argument, {f"key {number}": [number, str(number)] for number in range(10_000)}
 
 
+@in_test_all
 def test_large_result_of_spawned_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes home in a file, whose name is all that is put and got, once, after rank 0 has ended."""
     got: list[Any] = []
@@ -471,6 +472,7 @@ print(Launcher(2).launch(twice, Held(lambda: 21)))
 """
 
 
+@in_test_all
 @pytest.mark.parametrize("how", ["-c", "stdin"])
 def test_what_a_session_defines_can_be_launched(how: str) -> None:
     arguments, text = (["-c", SESSION], None) if how == "-c" else (["-"], SESSION)
@@ -509,6 +511,7 @@ UNDER_THE_GUARD = """
 """
 
 
+@in_test_all
 def test_what_is_defined_under_the_guard(tmp_path: Path) -> None:
     error = run_script(tmp_path, UNDER_THE_GUARD).stderr
     assert "LaunchError: A started process cannot import a part of the call: Can't get attribute 'fn'" in error
@@ -640,6 +643,7 @@ SLEEPER = """
 """
 
 
+@in_test_all
 @pytest.mark.parametrize(
     ("start_method", "sent"),
     [("fork", "SIGKILL"), *([("fork", "SIGINT"), ("spawn", "SIGINT"), ("spawn", "SIGKILL")] if NIGHT else [])],
@@ -832,6 +836,7 @@ WITHOUT_GUARD = """
 """
 
 
+@in_test_all
 def test_script_without_main_guard(tmp_path: Path) -> None:
     ended = run_script(tmp_path, WITHOUT_GUARD)
     assert ended.returncode == 1

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-night test-torch test-accelerator test-gpu test-hosts test-scripts test-wheel soak test-frameworks test-engines mutants check bench pictures outputs docs test-docs wheel clean
+.PHONY: help demo test test-all test-night test-torch test-accelerator test-gpu test-quiet test-hosts test-scripts test-wheel soak test-frameworks test-engines mutants check bench pictures outputs docs test-docs wheel clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -14,6 +14,7 @@ help:
 	@echo 'make test-torch TORCH=2.8.0  run the tests with another torch, which goes to .venv-torch-2.8.0 (gigabytes)'
 	@echo 'make test-accelerator  run the tests of accelerators on a simulated one'
 	@echo 'make test-gpu  run them on GPUs, of which one is enough, with NCCL and gloo; fails where torch finds none'
+	@echo 'make test-quiet  run the tests that look at times, one by one; nothing else may run beside them'
 	@echo 'make test-hosts  run the tests on two simulated hosts'
 	@echo 'make test-scripts  run the tutorials, recipes, notebooks, projects and the demo'
 	@echo 'make test-wheel  build and install the sdist and the wheel, and run the tests of them'
@@ -56,6 +57,9 @@ test-all: .venv/.test-installed
 
 test-night: .venv/.test-installed
 	TESTS=night $(PYTEST)
+
+test-quiet: .venv/.test-installed
+	QUIET=1 TESTS=all $(BIN)/python -m pytest -m in_quiet
 
 test-hosts: .venv/.test-installed
 	TESTS=all $(BIN)/python -m pytest $(HOSTS)

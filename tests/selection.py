@@ -17,9 +17,16 @@ import pytest
 NIGHT = os.environ.get("TESTS") == "night"
 ALL = NIGHT or os.environ.get("TESTS") in ("all", "gpu")
 in_test_all, at_night = pytest.mark.in_test_all, pytest.mark.at_night
+in_quiet = pytest.mark.in_quiet
+"""Of tests that :func:`assert_soon`: ``make test-quiet`` runs them one by one, with ``QUIET=1``."""
 T = TypeVar("T")
 Parts = Mapping[str, Hashable]
 Epochs = tuple[tuple[int, ...], ...]
+
+
+def assert_soon(seconds: float, most: float, told: str = "") -> None:
+    """Something took less than so many seconds; only where nothing else runs, and so not beside other tests."""
+    assert seconds < most or not os.environ.get("QUIET"), told
 
 
 def parts_in(row: Any) -> Parts:

@@ -30,13 +30,14 @@ from join.arguments import (
     entered_with,
     expand,
     hook_of,
+    is_alone,
     listed,
 )
 from join.batch import PLAIN, Step
 from join.block import OpenBlock, channels, claim, join_of, joins, release, report_failed_entry
 from join.collectives import Collective, SingleCollective, Work, collective_of
 from join.errors import JoinError
-from join.joinable import NothingListed
+from join.joinable import NothingAlone, NothingListed
 from join.loop import Batches, Loop
 from join.mean import mean_over_ranks
 from join.options import Options, check_loader
@@ -89,7 +90,7 @@ class Join:
             :meth:`iterate`, all ranks wait for each other before each step and each burst. On gloo, a collective of
             the process group fails inside the block if it takes more than twice the timeout.
         process_group: The process group of a block that lists nothing, where it is required. ``None`` is the default
-            process group.
+            process group. Without one, a single process makes a block of its own, which does nothing.
         loss_divided_by: The number by which each loss is divided before :meth:`scale` gets it. Frameworks divide by
             the number of micro-batches in an accumulation window; pass that number. :meth:`scale` multiplies the loss
             by it.
@@ -144,7 +145,8 @@ class Join:
 
     def _reset(self) -> None:
         """Make new joinables for the objects, and forget the report: both belong to the previous block."""
-        self._joinables = expand(self._objects) or [NothingListed(self._group)]
+        nothing = NothingAlone if is_alone(self._group) else NothingListed
+        self._joinables = expand(self._objects) or [nothing(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
         self._loop: Loop[Any] | None = None  # that began last
         self._report: Callable[[], JoinReport] | None = None
@@ -676,6 +678,8 @@ class Join:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, GeneratorExit):  # the block is in a generator, which its consumer closes
+            error = error.__context__  # the exception that the consumer handles; without one, it closes as by a break
         try:
             self._leave(error)
         except BaseException as failure:

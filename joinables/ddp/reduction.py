@@ -108,7 +108,7 @@ class GradientSync(DDPBurst):
         self._mean = self._means.unweighted
         """The mean of the last reduction that was announced."""
         self._used = UsedParameters(self._ddp, self._parameters, join.channel)
-        self._memory.window.is_earlier = self._memory.window.backwards > 0
+        self._memory.window.is_earlier, self._memory.window.sample = self._memory.window.backwards > 0, None
         self.own_steps = 0
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._begin_backward)
         bursts = [each.joinable for each in join.channel.roster.listed if isinstance(each.joinable, GradientSync)]
@@ -120,6 +120,8 @@ class GradientSync(DDPBurst):
     @override
     def detach(self) -> None:
         super().detach()  # a backward through the graphs of this block is an ordinary DDP backward from here on
+        if self._memory.own is not None:
+            self._memory.own = sampled(self._parameters)
         self._forwards.detach()
         self._used.detach()
         if self._factors.factor != 1.0:
@@ -148,17 +150,29 @@ class GradientSync(DDPBurst):
         inbox = yield parameters, present, gradients
         source_parameters, present, gradients = inbox.skeleton
         inbox.fill(source_parameters, parameters)
+        self._memory.own = None
         adopt_gradients(inbox, self._parameters, present, gradients, keeps=keeps)
         yield ""
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        return self.equal_values()
+        memory, sample = self._memory, sampled(self._parameters)
+        if memory.own != sample:
+            memory.own = None  # the parameters have changed since, and may have become equal
+        return sample if memory.own is None else {}
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
-        """Return a sample of the parameters, unless the loop may make steps on the gradients of each rank alone."""
-        return {} if self._memory.is_local else sampled(self._parameters)
+        """Return a sample of the parameters, unless this rank has stepped on gradients of its own in this block."""
+        sample = self._notice_own_step()
+        return sample if self._memory.own is None else {}
+
+    def _notice_own_step(self) -> Mapping[str, float]:
+        """Notice a step on gradients that no reduction has included, and return a sample of the parameters."""
+        memory, sample = self._memory, sampled(self._parameters)
+        if memory.window.sample not in (None, sample):
+            memory.own = sample
+        return sample
 
     @override
     def hand_over(self, leader: int) -> None:
@@ -184,6 +198,7 @@ class GradientSync(DDPBurst):
         if window.is_earlier:
             return (False, False, False)
         if window.backwards and window.was_zeroed(self._parameters):
+            self._notice_own_step()
             window = self._memory.window = Window()
         return (False, window.backwards > 0, False)
 
@@ -242,6 +257,8 @@ class GradientSync(DDPBurst):
         if channel.loop is not None and not channel.step.in_loop:
             channel.loop.leave()
         window, in_loop = self._memory.window, channel.step.in_loop
+        if window.sample is not None:
+            self._notice_own_step()
         for other in self._means.sharing:
             self._refuse_shared_backward(other)
         if in_loop or window.backwards or window.number:
@@ -274,7 +291,8 @@ class GradientSync(DDPBurst):
             self._mean = mean
             self._begin_reduction(in_loop)
             return
-        self._memory.is_local |= not in_loop
+        if window.sample is None and not in_loop:
+            window.sample = sampled(self._parameters)
         if mean.may_recount and window.backwards == 1:
             window.kept = LastResult.copy_of(self._parameters)
         autograd.after_backward(partial(self._remember_writes, window))

@@ -216,7 +216,7 @@ class PreparedLoaders:
         self._step, self._even_batches = step, even_batches
         self.batch: Any = None
         """Batch of the current step of the block's loop."""
-        self._nested: dict[int, int] = {}  # by the id of a loader that began inside a step: the number of the step
+        self._nested: dict[int, Step] = {}  # by the id of a loader that began inside a step: this step
         self._last: Step | None = None  # the last step in which a loader began
         self._evenness: dict[int, bool] = {}  # by the id of a sampler: its setting outside the block
 
@@ -230,7 +230,7 @@ class PreparedLoaders:
     def evaluates(self) -> bool:
         """Return whether a prepared loader runs inside the current step, so that its batches are no dummies."""
         step = self._step()
-        return step.in_loop and step.number in self._nested.values()
+        return step.in_loop and any(each is step for each in self._nested.values())
 
     def has_evaluated(self) -> bool:
         """Return whether a prepared loader began inside the current step."""
@@ -269,7 +269,7 @@ class PreparedLoaders:
         """Return a context in which a loader runs; inside a step it is even, as all ranks gather its rows."""
         step, sampler = self._step(), loader.batch_sampler
         if step.in_loop:
-            self._nested[id(loader)], self._last = step.number, step
+            self._nested[id(loader)] = self._last = step
         if (before := self._evenness.get(id(sampler))) is not None:
             sampler.even_batches = before if step.in_loop else self._even_batches
         try:

@@ -158,8 +158,7 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> 
     """Write ``state`` to ``path``; a process that is killed at any moment leaves the old file or the new one.
 
     If several processes write to the same path at the same time, the file of the last one stays, whole. A killed
-    process may leave a file ``.joinables-*.part`` in the folder. The next write there from the same machine removes it.
-    If the killed process ran on another machine, remove the file yourself.
+    process may leave a file ``.joinables-*.part`` in the folder. No later write removes it.
 
     Args:
         state: Plain data and tensors.

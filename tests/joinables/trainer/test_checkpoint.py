@@ -39,15 +39,13 @@ def write_and_die(path: Path) -> None:
     write_checkpoint({"number": 1}, path)
 
 
-def test_what_a_killed_writer_leaves_is_replaced(tmp_path: Path) -> None:
+def test_what_a_killed_writer_leaves(tmp_path: Path) -> None:
     writer = FORKS.Process(target=write_and_die, args=(tmp_path / "file.ckpt",))
     writer.start()
     writer.join()
     assert writer.exitcode == -signal.SIGKILL
     (left,) = names(tmp_path)
-    assert re.fullmatch(rf"\.joinables-\w+-{writer.pid}-\w+\.part", left)
-    write_checkpoint({}, tmp_path / "another.ckpt")
-    assert names(tmp_path) == {"another.ckpt"}
+    assert re.fullmatch(r"\.joinables-\w+\.part", left)
 
 
 def write_often(path: Path, number: int) -> None:

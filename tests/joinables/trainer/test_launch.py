@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -38,7 +39,6 @@ import join
 from join import PeerError
 from join.collectives.broken import BrokenCollective
 from join.collectives.store import local_store
-from join.files import temporary_folder
 from joinables.trainer import launch as module
 from joinables.trainer.launch import (
     RESULT,
@@ -219,23 +219,72 @@ def test_no_pickle_stays_once_all_have_read_it(folder: Path) -> None:
     assert sorted(local(2, "forkserver").launch(found_in, folder)) == ["spare-0", "spare-1"]
 
 
-def test_the_next_launch_removes_what_a_killed_one_has_left(folder: Path) -> None:
-    if not (pid := os.fork()):
-        with temporary_folder() as held:
-            Path(held, "result").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-    (left,) = folder.iterdir()
-    assert sorted(local().launch(found_in, folder)) == ["spare-0", "spare-1"]
-    assert not left.exists()
-
-
 def loads() -> list[int]:
     return [int(batch) for batch in DataLoader(range(4), batch_size=None, num_workers=1)]  # type: ignore[arg-type]
 
 
 def test_workers_may_have_children() -> None:
     assert local().launch(loads) == [0, 1, 2, 3]
+
+
+# -- forks of workers, which are not ranks
+
+
+def with_helper(dies: bool, pipe: tuple[int, int]) -> None:
+    if dist.get_rank() == 1:
+        if not os.fork():
+            os.close(pipe[1])
+            select.select([pipe[0]], [], [], 2 * PATIENCE)  # it lives until the parent closes the pipe
+            os._exit(0)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_launch_does_not_wait_for_what_a_worker_has_forked(dies: bool) -> None:
+    pipe, started = os.pipe(), time.monotonic()
+    try:
+        with pytest.raises(WorkerDied, match="Rank 1 was killed") if dies else contextlib.nullcontext():
+            local().launch(with_helper, dies, pipe)
+        assert time.monotonic() - started < PATIENCE
+    finally:
+        os.close(pipe[0])
+        os.close(pipe[1])
+
+
+def leaves(how: str) -> int:
+    """The code with which a fork ends that leaves the function."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    signal.alarm(int(PATIENCE))
+    if how == "raises":
+        raise OSError("in the fork")
+    if how == "exits":
+        sys.exit(5)
+    return -1
+
+
+@pytest.mark.parametrize(("how", "code"), [("returns", 0), ("raises", 1), ("exits", 5)])
+def test_a_fork_that_leaves_the_function_ends(how: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert local().launch(leaves, how) == code
+    assert ("OSError: in the fork" in capfd.readouterr().err) == (how == "raises")
+
+
+def test_a_process_of_another_thread_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(PATIENCE,))
+    monkeypatch.setattr(module, "local_store", lambda listening: other.start() or local_store(listening))
+    try:
+        local().launch(os.getpid)
+        assert other.is_alive()
+    finally:
+        other.kill()
+        other.join()
+
+
+def test_without_the_system_call_that_waits_for_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pidfd_open", mock.Mock(side_effect=PermissionError))
+    with using(first=0.2), pytest.raises(WorkerDied, match="Rank 0 exited with code 0"):
+        local().launch(dies, "0", 0)
 
 
 # -- what workers raise
@@ -771,6 +820,7 @@ def meets(variables: dict[str, str], results: Any) -> None:
     os.environ.update(variables)
     environ = dict(os.environ)
     told = [Launcher(2).launch(ranks_met, base) for base in (0.0, 1.0)]
+    assert Launcher(2).launch(leaves, "returns") == 0
     assert environ == os.environ
     assert not dist.is_initialized()
     results.send([(result["rank"], size, result["total"].item()) for result, size, _ in told])

@@ -14,6 +14,7 @@ from join.collectives import ThreadCollective, collective_of, run_threads
 from tests.ending import Ending
 from tests.join.counter import Counter
 from tests.pool import Pool
+from tests.selection import in_test_all
 
 SIZES = 7, 3, 0
 
@@ -79,7 +80,7 @@ def test_every_sample_exactly_once(pool: Pool, kind: str, lookahead: int, stops:
     pool.run(resumed, kind, lookahead, stops)
 
 
-@pytest.mark.parametrize("lookahead", [1, 4])
+@pytest.mark.parametrize("lookahead", [pytest.param(1, marks=in_test_all), 4])
 def test_every_sample_of_a_loader_with_workers_exactly_once(ending: Ending, lookahead: int) -> None:
     ending.run(resumed, "workers: 2", lookahead, range(1, 6, 2))
 

@@ -113,7 +113,7 @@ class Loop(Lockstep, Iterable[T]):
             )
         super().__init__(channel)
         self._options = options
-        self.ahead = ReadAhead(loader, options.weigh)
+        self.ahead = ReadAhead(loader, options.weigh, options.resumable)
         """Batches that were read and not yielded."""
         self._template: Any = None  # the batch that dummies are made of
         self._length: int | None = None  # the number of steps, once the loop has begun, if all loaders have a length
@@ -438,8 +438,9 @@ class Batches(Iterable[T]):
         late = name in ("load_state_dict", "set_epoch") and self.join_loop.ahead.source is not None
         if late or name == "state_dict":
             raise AttributeError(
-                f"join.iterate(loader) has no {name}, because it reads batches ahead of the loop body. Save"
-                " join.loader_state(). Call load_state_dict and set_epoch before the first step. [J684]"
+                f"join.iterate(loader) has no {name}, because it reads batches ahead of the loop body. Pass"
+                " resumable=True and save join.loader_state(). Call load_state_dict and set_epoch before the first"
+                " step. [J684]"
             )
         return getattr(object.__getattribute__(self, "join_loader"), name)
 

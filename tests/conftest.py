@@ -18,6 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.ending import Ending
 from tests.pool import Pool
+from tests.selection import ALL, NIGHT
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -35,6 +36,8 @@ TOGETHER = (
     "tests/accelerator/test_failures.py",
     "tests/two_hosts/",
     "tests/join/failure/test_ends.py",
+    "tests/join/failure/test_hang.py",
+    "tests/join/failure/test_stopped.py",
     "tests/joinables/test_dummy_forward.py",
     "tests/docs/test_site.py",
     METRICS := "tests/joinables/metrics/",
@@ -57,7 +60,12 @@ LONG = ("tests/joinables/trainer/", "tests/test_scripts.py", "tests/test_wheel.p
 """Tests that wait for new interpreters: were they the last ones, workers would run out of others to run beside them."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not NIGHT and not any("::" in arg for arg in config.args):
+        marks = ("at_night",) if ALL else ("at_night", "in_test_all")
+        left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     if "PYTEST_XDIST_WORKER" in os.environ:
         long = [item for item in items if item.nodeid.startswith(LONG)]
         short = [item for item in items if not item.nodeid.startswith(LONG)]

@@ -42,6 +42,7 @@ Blocks that are open at the same time on one process group share one channel, wh
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect
@@ -98,6 +99,8 @@ class Channel:
 
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
+        self.thread = threading.current_thread()
+        """The thread that has entered the first block."""
         self.roster = self._empty_roster = Roster((), collective.world_size)
         self.guard = Guard(collective, self.progress, self._look_for_skipped)
         self.headers = Headers(collective, self.guard, self.roster)

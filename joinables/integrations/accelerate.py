@@ -207,6 +207,7 @@ class AcceleratedJoin(Join):
         mixes_ranks = self._block is not None and any(b.mixes_ranks for _, b in self.channel.roster.bursts)
         options.setdefault("window", self._accelerator.gradient_accumulation_steps)
         options.setdefault("dummy", "empty" if mixes_ranks else "last")
+        options["resumable"] = hasattr(loader, "dl_state_dict") or options.get("resumable", False)
         self._loader = loader
         batches = super().iterate(loader, until, **options)
         batches.join_iterators[:] = map(self._prepared.seeing, batches.join_iterators)

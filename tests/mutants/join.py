@@ -7,6 +7,36 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     # -- loops over join.iterate ---------------------------------------------------------------------------------------
     Mutant(
+        "join/context.py",
+        "if isinstance(error, GeneratorExit):",
+        "if False:",
+        "tests/join/test_generators.py::test_a_closed_generator_is_out_of_data",
+    ),
+    Mutant(
+        "join/context.py",
+        "error = error.__context__",
+        "error = None",
+        "tests/join/test_generators.py::test_an_exception_that_closes_a_generator_is_told",
+    ),
+    Mutant(
+        "join/block.py",
+        "outer.thread is threading.current_thread() and ",
+        "",
+        "tests/joinables/test_groups.py::test_blocks_of_two_threads",
+    ),
+    Mutant(
+        "join/block.py",
+        "                guard.peers.look_again()",
+        "                pass",
+        "tests/join/test_open.py::test_a_process_that_ends_with_its_block_open[exits]",
+    ),
+    Mutant(
+        "join/block.py",
+        "guard.peers.post(error or never_left)",
+        "guard.peers.post(never_left)",
+        "tests/join/test_open.py::test_a_process_that_ends_with_its_block_open[raises]",
+    ),
+    Mutant(
         "join/loop.py",
         "return self.join_iterators.pop()",
         "return self.join_iterators[0]",

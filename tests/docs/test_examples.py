@@ -95,7 +95,8 @@ def test_error(pool: Pool, name: str) -> None:
     assert texts[1:] == [["", ""]]
 
 
-def test_no_process_group() -> None:
+def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     statement, _ = ERRORS["J022"].code.split("\n\n")
     with pytest.raises(ValueError, match="J022"):
         exec(statement, {"Join": join.Join})

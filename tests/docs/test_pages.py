@@ -259,7 +259,7 @@ def read(rank: int, saved: Any, stop: int) -> tuple[list[int], Any]:
         exec(resuming, names)
     steps, found = saved["steps"] if saved and len(saved["loaders"]) == dist.get_world_size() else 0, list[int]()
     with Join([], process_group=None) as block:
-        for batch in block.iterate(loader):
+        for batch in block.iterate(loader, resumable=True):
             steps += 1
             found += batch.tolist()
             exec(saving, names | {"join": block, "steps": steps}, names)

@@ -112,6 +112,7 @@ bench: .venv/.demo-installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/doors.py
+	$(BIN)/python benchmarks/tensors.py
 	$(BIN)/python benchmarks/trainer.py
 
 pictures: .venv/.demo-installed

@@ -42,6 +42,7 @@ TOGETHER = (
     "tests/join/failure/test_stopped.py",
     "tests/joinables/test_dummy_forward.py",
     "tests/docs/test_site.py",
+    "tests/test_readme.py::test_tracebacks",
     METRICS := "tests/joinables/metrics/",
 )
 """Tests that need the same costly thing, or run several at once, by how their names begin."""

@@ -137,15 +137,11 @@ def trained(rank: int, kind: str, iterates: bool) -> dict[str, torch.Tensor]:
     return flat_state(ddp.module.state_dict(), *(optimizer.state_dict() for optimizer in inner))
 
 
-@pytest.mark.parametrize(
-    ("kind", "iterates"),
-    all_or_each(
-        product(
-            ["averages", "several", *[f"{cls}.{name}" for cls in ("Shares", "Delegates") for name in NAMES]], (0, 1)
-        )
-    ),
-)
-def test_optimizers_without_the_constructor_of_their_base_class(pool: Pool, kind: str, iterates: int) -> None:
+KINDS = ["averages", "several", *[f"{cls}.{name}" for cls in ("Shares", "Delegates") for name in NAMES]]
+
+
+@pytest.mark.parametrize(("kind", "iterates"), all_or_each(product(KINDS, [False, True])))
+def test_optimizers_without_the_constructor_of_their_base_class(pool: Pool, kind: str, iterates: bool) -> None:
     model = build("mlp")
     first, *rest = model.parameters()
     groups = [[first], rest] if kind == "several" else [[first, *rest]]

@@ -14,7 +14,8 @@ their order::
              meanwhile, if nothing was shadowed: a broadcast of the tensors that each rank has for itself
                 (``OwnTensors``)
              uneven ranks, including ranks that made different steps: one copy of all state from a last joiner
-                (``join.transfer``), then ``synchronise`` of each joinable
+                (``join.transfer``), the parameters and gradients of each DDP module by its own broadcasts, then
+                ``synchronise`` of each joinable
              even ranks: the own tensors whose sizes differ from last time, then ``synchronise_own`` of each joinable
              ``post_hook`` of each hook
 

@@ -44,7 +44,7 @@ from join.options import Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
-from join.scaling import checked_divided_over, factor_in_loop, scale_alone, scaled
+from join.scaling import checked_divided_over, factor_in_loop, refuse_scaling, scale_alone, scaled
 
 T = TypeVar("T")
 L = TypeVar("L", bound="torch.Tensor | float")
@@ -280,7 +280,7 @@ class Join:
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
-        if self._step.in_loop:
+        if self._is_in_loop:
             raise JoinError(
                 f"join.weight={weight!r} was set in a loop over join.iterate, which needs all weights before a step."
                 " Pass join.iterate(loader, weigh=function), with 0 for a batch that does not count. [J468]"
@@ -336,12 +336,8 @@ class Join:
                     joinable.check_divisor(self._collective.world_size)
             factor = factor_in_loop(step, engine * self._divisor)
             return scaled(loss, factor) if block is None else block.channel.scaling.scale(loss, factor)
-        if divided_over is not None:
-            raise ValueError(
-                f"divided_over={divided_over!r} was passed to join.scale in a plain block, where"
-                " DistributedDataParallel divides the gradients. Remove the argument from the call, or loop over"
-                " join.iterate. [J470]"
-            )
+        if self._is_in_loop or divided_over is not None:
+            refuse_scaling(None if self._is_in_loop else divided_over)
         weight = None if self._scope is None else self._scope.weight
         if weight is None:
             return loss
@@ -384,15 +380,22 @@ class Join:
         step = self._step
         if not step.in_loop:
             raise JoinError(
-                "join.mean was called outside a loop over join.iterate, but ranks without data would not call it. Loop"
-                " over join.iterate(loader), or list a joinables.Mean in the block and read it after the block. [J686]"
+                "join.mean was called outside the body of a loop over join.iterate, but ranks without data would not"
+                " call it. Loop over join.iterate(loader), or list a joinables.Mean in the block and read it after the"
+                " block. [J686]"
             )
         return mean_over_ranks(self._collective, value, step.weight if weight is None or step.is_dummy else weight)
 
     @property
     def _step(self) -> Step:
-        """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``PLAIN``."""
-        return PLAIN if self._channel is None else self._channel.step
+        """Step of a loop over :meth:`iterate` whose body runs, of this block or of one around it; or ``PLAIN``."""
+        channel = self._channel
+        return channel.step if channel is not None and channel.in_step else PLAIN
+
+    @property
+    def _is_in_loop(self) -> bool:
+        """Whether a loop has begun and not ended, and this rank has not left it: in its body, or while it reads."""
+        return self._channel is not None and self._channel.step.in_loop
 
     @property
     def total_weight(self) -> float:
@@ -411,8 +414,8 @@ class Join:
         """
         if not self._step.in_loop:
             raise JoinError(
-                "join.total_weight was read outside a loop over join.iterate, but only there all ranks know the weights"
-                " of a step. Loop over join.iterate(loader), or list a joinables.Mean in the block. [J735]"
+                "join.total_weight was read outside the body of a loop over join.iterate, but only there all ranks know"
+                " the weights of a step. Loop over join.iterate(loader), or list a joinables.Mean in the block. [J735]"
             )
         return float(self._step.of_all * (1 if self._block is not None else self._collective.world_size))
 
@@ -479,14 +482,14 @@ class Join:
     def loader_state(self) -> Any:
         """Return the state of the loader as of the batch that :meth:`iterate` yielded last.
 
-        The loader's own ``state_dict`` is ahead of this state, because :meth:`iterate` reads ahead. Every rank saves
-        and loads the state of its own loader. A loader that loads this state continues with the next batch, or with
-        none on a rank that was out of data. Once the loop has ended on all ranks, the state is the final state of the
-        loader; torchdata's loader begins its next epoch from it.
+        The loop keeps it only with ``resumable=True``. The loader's own ``state_dict`` is ahead of this state, because
+        :meth:`iterate` reads ahead. Every rank saves and loads the state of its own loader. A loader that loads this
+        state continues with the next batch, or with none on a rank that was out of data. Once the loop has ended on all
+        ranks, the state is the final state of the loader; torchdata's loader begins its next epoch from it.
 
         Example::
 
-            for step, (x, y) in enumerate(join.iterate(loader)):
+            for step, (x, y) in enumerate(join.iterate(loader, resumable=True)):
                 train(x, y)
                 if step % 1000 == 999:
                     torch.save(join.loader_state(), f"loader-{rank}.pt")
@@ -494,9 +497,8 @@ class Join:
             loader.load_state_dict(torch.load(f"loader-{rank}.pt"))  # in the next run
 
         Raises:
-            JoinError: If this block has had no loop over :meth:`iterate`, or if the loader's ``state_dict`` raised an
-                exception.
-            TypeError: If the loader has no ``state_dict``.
+            JoinError: If this block has had no loop over :meth:`iterate`, if the loop is not resumable, or if the
+                loader's ``state_dict`` raised an exception.
         """
         if self._loop is None:
             raise JoinError("No loop over join.iterate has begun. Call join.loader_state() in one, or after it. [J054]")
@@ -512,6 +514,7 @@ class Join:
         weigh: Callable[[T], float] | None = None,
         window: int | Literal["all"] = 1,
         fill_window: bool = False,
+        resumable: bool = False,
     ) -> Batches[T]:
         """Iterate over ``loader`` in lockstep: all ranks run the loop body the same number of times.
 
@@ -536,8 +539,7 @@ class Join:
                 samples of ranks, such as SyncBatchNorm. A function is called with the last batch in each step, and
                 returns the dummy batch. A rank that never had a batch uses the first batch of another rank.
             lookahead: The number of steps that one message announces, rounded up to a multiple of ``window``. Up to
-                ``2 * lookahead - 1`` batches are held besides the current one. A loader with a ``state_dict`` is asked
-                for its state after each batch; see :meth:`loader_state`.
+                ``2 * lookahead - 1`` batches are held besides the current one.
             weigh: A function that returns the weight of a batch: its number of samples or tokens, or 0 for a batch that
                 must not count. Pass each loss through :meth:`scale`.
             window: The number of steps whose gradients one optimizer step averages; a last window may have fewer.
@@ -545,6 +547,8 @@ class Join:
                 step optimizers if :attr:`ends_window` is ``True``.
             fill_window: Whether to fill up the last window with dummy batches, on all ranks, for engines that count
                 micro-batches themselves.
+            resumable: Whether to keep the loader's state for :meth:`loader_state`. The loader's ``state_dict`` is then
+                called, and its result copied, after each batch.
 
         Returns:
             The batches, to be iterated once. Their ``len`` is the number of steps that all ranks make; it raises
@@ -552,12 +556,14 @@ class Join:
             as ``dataset``.
 
         Raises:
-            ValueError, TypeError: If an argument is none of these.
+            ValueError, TypeError: If an argument is none of these, or if a resumable loader has no ``state_dict``.
             JoinError: Outside a block; in the loop, on all ranks, if it runs inside another one on the same group.
             ProtocolError: On all ranks, if some ranks leave the loop early and others do not.
             PeerError: If a rank fails, in its loader or in the loop body.
         """
-        return self._iterate(loader, Options(until, dummy, lookahead, weigh, window, bool(fill_window)))
+        return self._iterate(
+            loader, Options(until, dummy, lookahead, weigh, window, bool(fill_window), resumable=bool(resumable))
+        )
 
     def _iterate(self, loader: Iterable[T], options: Options) -> Batches[T]:
         if self._scope is None:

@@ -108,7 +108,7 @@ class Channel:
         self.loop: Lockstep | None = None
         """The loop over ``Join.iterate`` that has begun and not ended on all ranks, if any."""
         self.step = PLAIN
-        """The step in whose body this rank is; ``PLAIN`` outside a body, and after a ``break``."""
+        """The step in whose body this rank is, or was before it read; ``PLAIN`` outside, and after a ``break``."""
         self.loops = 0
         """The number of loops over ``Join.iterate`` that have begun on this channel."""
         self.late_use: LateUse | None = None
@@ -122,6 +122,11 @@ class Channel:
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
         self._last_place = Progress()  # this rank's progress at the end of the last loop
         self._last_step = PLAIN  # the last step of that loop in which a rank had data
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this rank runs the body of a loop, on a batch or a dummy: not while the loop begins, or reads."""
+        return self.loop is not None and self.loop.phase is Phase.RUNNING
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -472,8 +477,10 @@ class Phase(Enum):
 
     NEW = auto()
     """The loop has not begun, and has sent nothing."""
+    READING = auto()
+    """The loop reads batches: before its first step, and between two steps."""
     RUNNING = auto()
-    """This rank is in the loop body, or between two steps."""
+    """This rank is in the loop body, in a step."""
     LEFT = auto()
     """This rank has left the loop body by ``break``, and waits for no other rank yet."""
     OVER = auto()
@@ -530,7 +537,7 @@ class Lockstep(ABC):
         self.roll_calls, self._barriers = collective.line(ROLL_CALLS), collective.line(BARRIERS)
         for line in (self.roll_calls, self._barriers):  # all ranks meet once more before they use these lines
             line.restart()
-        self.step, self.phase = Step(in_loop=True, contributors=collective.world_size), Phase.RUNNING
+        self.step, self.phase = Step(in_loop=True, contributors=collective.world_size), Phase.READING
         channel.enter_loop(self)
 
     def wait_for_all(self, doing: str, vote: bool = False) -> bool:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -47,7 +48,6 @@ from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.mean import ANNOUNCED, CONTRIBUTES, Means
 from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters, refuse_unreduced_parameters
 from joinables.ddp.window import LastResult, Window, have_none, memory_of
-from joinables.modules import adopt_gradients
 from joinables.own_collectives import mixing
 from joinables.sample import sampled
 
@@ -135,24 +135,48 @@ class GradientSync(DDPBurst):
         Afterwards the gradients of all ranks contain it, or none do. All ranks then choose the same time for the header
         in ``_begin_forward``.
         """
-        window, parameters = self._memory.window, reducer.parameters(self._ddp)
-        unreduced = window.backwards > 0 and not have_none(self._parameters)
-        keeps = unreduced or self._collective.rank == source
-        results = [p.grad for p in self._parameters]
-        if unreduced:
-            # Other ranks receive only the last result under these gradients. Without one, they receive zeros, or None
-            # if the time of headers depends on gradients being None.
-            headers_depend = self._means.unweighted.may_recount
-            zeros = [None if g is None or headers_depend else torch.zeros_like(g) for g in results]
-            results = [window.kept.get(i, zero) for i, zero in enumerate(zeros)]
-        present = [result is not None for result in results]
-        gradients = [r.to(p.dtype) for p, r in zip(self._parameters, results, strict=True) if r is not None]
-        inbox = yield parameters, present, gradients
-        source_parameters, present, gradients = inbox.skeleton
-        inbox.fill(source_parameters, parameters)
-        self._memory.own = None
-        adopt_gradients(inbox, self._parameters, present, gradients, keeps=keeps)
+        unreduced = self._memory.window.backwards > 0 and not have_none(self._parameters)
+        is_source = self._collective.rank == source
+        results = self._results(unreduced) if is_source else []
+        inbox = yield bytes(result is not None for result in results)
+        present: bytes = inbox.skeleton
         yield ""
+        # All ranks know the shapes of these tensors, so that they need no skeleton.
+        reducer.broadcast(self._ddp, reducer.parameters(self._ddp), source)
+        self._memory.own = None
+        with_gradient = list(compress(self._parameters, present))
+        if is_source:
+            gradients = [r.to(p.dtype) for p, r in zip(self._parameters, results, strict=True) if r is not None]
+        elif unreduced:
+            gradients = [torch.empty_like(parameter) for parameter in with_gradient]  # received and dropped
+        else:
+            self._adopt(present)
+            gradients = [cast("torch.Tensor", parameter.grad) for parameter in with_gradient]
+        reducer.broadcast(self._ddp, gradients, source)
+
+    def _results(self, unreduced: bool) -> list[torch.Tensor | None]:
+        """Return the last result of each parameter, to send it; ``unreduced`` says whether newer gradients hide it."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        if not unreduced:
+            return gradients
+        # Other ranks receive only the last result under these gradients. Without one, they receive zeros, or None if
+        # the time of headers depends on gradients being None.
+        headers_depend = self._means.unweighted.may_recount
+        zeros = [None if g is None or headers_depend else torch.zeros_like(g) for g in gradients]
+        return [self._memory.window.kept.get(index, zero) for index, zero in enumerate(zeros)]
+
+    def _adopt(self, present: Sequence[int]) -> None:
+        """Let each parameter that is ``present`` have a gradient to be overwritten, and the others have none.
+
+        Gradients that fit stay, as they may be views of buckets. A hook that compresses gradients may have left one of
+        another dtype.
+        """
+        for parameter, is_present in zip(self._parameters, present, strict=True):
+            gradient = parameter.grad
+            if not is_present:
+                parameter.grad = None
+            elif gradient is None or gradient.dtype != parameter.dtype:
+                parameter.grad = torch.zeros_like(parameter)
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:

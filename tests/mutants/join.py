@@ -200,9 +200,15 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "if self.phase is Phase.RUNNING:  # after a break",
+        "if self.phase in (Phase.READING, Phase.RUNNING):  # after a break",
         "if False:  # after a break",
         "tests/join/loop/test_state.py::test_after_a_loop_a_block_is_plain",
+    ),
+    Mutant(
+        "join/loop.py",
+        "            self.phase = Phase.READING\n",
+        "",
+        "tests/join/loop/test_loop.py::test_no_step_is_current_while_a_loop_reads",
     ),
     # -- the channel ---------------------------------------------------------------------------------------------------
     Mutant(

@@ -648,8 +648,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/collectives/_torch_private.py",
-        "    with thawed(parameters):\n        return [torch",
-        "    if parameters:\n        return [torch",
+        "    with thawed(parameters), torch.enable_grad():\n        views",
+        "    with torch.enable_grad():\n        views",
         "tests/joinables/ddp/test_frozen_for_a_backward.py::test_frozen_when_a_block_is_entered",
     ),
     Mutant(
@@ -679,8 +679,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "keeps = unreduced or self._collective.rank == source",
-        "keeps = self._collective.rank == source",
+        "        elif unreduced:\n            gradients = [torch.empty",
+        "        elif False:\n            gradients = [torch.empty",
         "tests/joinables/ddp/test_window_over_blocks.py::test_equals_one_process",
     ),
     Mutant(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from typing_extensions import override
 from xdist.scheduler import LoadScopeScheduling
 
@@ -30,7 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests train on the CPU, and torch, the trainer and the frameworks take GPUs where they find any.
 if os.environ.get("TESTS") != "gpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
+# Or an example fails that takes a fifth of a second, as on a busy machine.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 TOGETHER = (
     "tests/accelerator/test_failures.py",
@@ -40,6 +43,7 @@ TOGETHER = (
     "tests/join/failure/test_stopped.py",
     "tests/joinables/test_dummy_forward.py",
     "tests/docs/test_site.py",
+    "tests/test_readme.py::test_tracebacks",
     METRICS := "tests/joinables/metrics/",
 )
 """Tests that need the same costly thing, or run several at once, by how their names begin."""

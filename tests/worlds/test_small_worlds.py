@@ -24,7 +24,7 @@ UNREACHED = {
     "Guard.is_fork is True": "a fork is a process: test_fork.py",
     "Join._enable is False": "then nothing is sent: test_alone.py",
     "LateUse._has_samples is True": "no dummy has samples here: tests/join/loop",
-    "ReadAhead._has_state is True": "no loader has state here: tests/join/loop",
+    "ReadAhead._resumable is True": "no loader keeps its state here: tests/join/loop",
     "Roster.is_alone is True": "a block has two bursts here: test_channel.py",
     "Shares.weighs is True": "no batch is weighed here: tests/join/loop",
     "agreement.raise_difference sends all_gather_object": "values that differ: test_agreement.py",

@@ -123,6 +123,9 @@ torch.distributed.init_process_group("gloo")  # works if called first
 with Join([model, optimizer]) as join:
     train()
     print(join.report)  # raises [J051]: the block has not ended
+
+with Join([model, optimizer]) as join:
+    train()
 print(join.report)  # works
 """,
     "J060": """\

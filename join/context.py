@@ -159,7 +159,7 @@ class Join:
 
         Example::
 
-            with Join([model, optimizer]) as join:
+            with Join([model, optimizer], divide_by_initial_world_size=False) as join:
                 train()
             print(join.report)
 
@@ -265,8 +265,10 @@ class Join:
         *In a loop over* :meth:`iterate` you read it. It is the result of ``weigh``, 1 without ``weigh``, and 0 for a
         dummy batch. Test it before you use a loss, because the loss of an empty dummy batch is usually NaN::
 
-            if join.weight:
-                total += loss.item() * join.weight  # numerator of a weighted mean
+            for x, y in join.iterate(loader, weigh=lambda batch: len(batch[0])):
+                loss = train_step(x, y)
+                if join.weight:
+                    total += loss.item() * join.weight  # numerator of a weighted mean
 
         Raises:
             ValueError: On setting, if the weight is negative, infinite or NaN.
@@ -427,7 +429,7 @@ class Join:
 
         Example::
 
-            for x, y in join.iterate(loader, window=4):
+            for x, y in join.iterate(loader, weigh=lambda batch: len(batch[0]), window=4):
                 join.scale(loss_fn(model(x), y)).backward()
                 if join.ends_window:
                     optimizer.step()
@@ -491,7 +493,7 @@ class Join:
 
             for step, (x, y) in enumerate(join.iterate(loader, resumable=True)):
                 train(x, y)
-                if step % 1000 == 999:
+                if step % 1000 == 999 or join.is_last_step:
                     torch.save(join.loader_state(), f"loader-{rank}.pt")
 
             loader.load_state_dict(torch.load(f"loader-{rank}.pt"))  # in the next run

@@ -55,7 +55,7 @@ class JoinHook:
                 self.counter = counter
 
             def main_hook(self):
-                dist.all_reduce(torch.zeros(1))  # the collective of an active rank, with nothing to add
+                self.counter.reduce(0)  # the collective of an active rank, with nothing to add
 
             def post_hook(self, is_last_joiner):
                 self.counter.is_final = True
@@ -90,6 +90,9 @@ class Joinable(ABC):
 
             def add(self, samples):
                 Join.notify_join_context(self)
+                self.reduce(samples)
+
+            def reduce(self, samples):
                 total = torch.tensor([float(samples)])
                 dist.all_reduce(total)
                 self.count += total
@@ -99,6 +102,12 @@ class Joinable(ABC):
 
             join_device = torch.device("cpu")
             join_process_group = None
+
+        counter = Counter()
+        with Join([counter]):
+            for x, y in loader:
+                counter.add(len(x))
+        print(counter.count)  # the samples of all ranks, on each rank
     """
 
     communicates: ClassVar[bool] = True

@@ -21,7 +21,7 @@ class LossGate(torch.nn.Module):
     and pass it through the gate once for each backward::
 
         ddp = DistributedDataParallel(LossGate(module), find_unused_parameters=True)
-        with Join([ddp, optimizer]):
+        with Join([ddp, optimizer], divide_by_initial_world_size=False):
             for batch in loader:
                 optimizer.zero_grad()
                 ddp(module.loss(batch)).backward()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -54,7 +55,7 @@ class Scheduling(LoadScopeScheduling):
     @override
     def _split_scope(self, nodeid: str) -> str:
         # Not xdist's marker for it: from pytest 9.2 on it changes a name that nobody reads, and so nothing.
-        if "[Metric]" in nodeid or "[metrics.md" in nodeid:  # their ranks import torchmetrics, too, for seconds
+        if re.search(r"\[(Metric\]|metrics\.md|recipes/torchmetrics)", nodeid):  # their ranks import torchmetrics
             return METRICS
         return next((start for start in TOGETHER if nodeid.startswith(start)), nodeid)
 

@@ -1,9 +1,12 @@
-"""The code of the guide runs as it stands, on ranks with and without data; all end with the same parameters."""
+"""Examples of the guide that need a test of their own: more ranks, processes that end, or another reference."""
 
 from __future__ import annotations
 
 import os
-import re
+import traceback
+import warnings
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,104 +16,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import join
+import joinables.testing
+from join import Join, PeerError
+from joinables.trainer import ModelCheckpoint, Trainer, TrainModule, UnevenDistributedSampler
+from tests.docs.names import Names, Net
 from tests.ending import Ending
+from tests.examples import examples_in_docstrings, examples_of
 from tests.models import FEATURES, TARGETS, assert_same, batch, flat_state
 from tests.pool import Pool
 from tests.scripts import run_forked
-from tests.versions import OWN_BUFFERS
+from tests.training import whole
 
 ROOT = Path(join.__file__).parent.parent
 COUNTS = 0, 3, 1
 
 
 def blocks(page: str) -> list[str]:
-    text = (ROOT / "docs" / page).read_text().replace("broadcast_buffers", next(iter(OWN_BUFFERS)))
-    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    """Return the code of each block of a page; of one that continues another, with that before it."""
+    return [each.code for each in examples_of(page)]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, TARGETS)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[1](torch.tanh(self.layers[0](x)))
-
-
-def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor]:
+def follow(rank: int, code: str) -> list[torch.Tensor]:
     """Run a block; where the parameters end."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    net: Any = Net()
-    names: dict[str, Any] = {"net": net, "torch": torch, "dist": dist, "Join": join.Join, "epochs": 2}
-    names |= {"schedule": lambda step: 0.1 / (1 + step), "device": "cpu"}
-    names |= {"loss_fn": nn.functional.mse_loss, "loader": [batch(rank, 0, step) for step in range(COUNTS[rank])]}
-    names |= {"DistributedDataParallel": DistributedDataParallel, "validation": [batch(rank, 1, 0)] * (1 + rank)}
-    if wrapped:
-        names["model"] = model = DistributedDataParallel(net)
-        parameters = model.parameters()
-        optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.Adam) if zero else torch.optim.Adam(parameters)
-        names["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0)
-        names |= {"optimizer": optimizer, "ema": Net()}
-        if "scheduler" in code:
-            names["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    exec(code, names)
-    found = [parameter.detach() for parameter in names["model"].parameters()]
-    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
-
-
-@pytest.mark.parametrize(
-    ("page", "at", "zero", "wrapped"),
-    [
-        ("block.md", 0, False, False),
-        ("block.md", 1, False, True),
-        ("block.md", 2, False, False),
-        ("block.md", 3, True, True),
-        ("weights.md", 0, False, True),
-        ("weights.md", 1, False, True),
-        ("weights.md", 2, False, True),
-        ("weights.md", 3, False, True),
-        ("metrics.md", 0, False, True),
-        ("metrics.md", 1, False, True),
-        ("metrics.md", 2, False, True),
-        ("convert.md", 0, False, True),
-        ("convert.md", 1, False, True),
-        ("iterate.md", 0, False, True),
-        ("iterate.md", 1, False, True),
-        ("iterate.md", 2, False, True),
-        ("sharded.md", 0, False, False),
-        ("authors.md", 0, False, False),
-        ("authors.md", 1, False, False),
-    ],
-)
-def test_a_loop_of_the_guide(pool: Pool, page: str, at: int, zero: bool, wrapped: bool) -> None:
-    first, *others = pool.run(follow, blocks(page)[at], zero, wrapped, ranks=len(COUNTS))
-    before = Net().parameters()
-    assert all(not torch.equal(ours, theirs) for ours, theirs in zip(first, before, strict=True))
-    for state in others:
-        torch.testing.assert_close(state, first, atol=0, rtol=0)
-
-
-def test_fsdp2_accumulates_in_the_second_loop(pool: Pool) -> None:
-    """The second loop of the page goes on with the sharded module of the first; both end where one process ends."""
-    model = Net()
-    optimizer = torch.optim.Adam(model.parameters())
-    data = [[batch(rank, 0, step) for rank, count in enumerate(COUNTS) if step < count] for step in range(max(COUNTS))]
-    for window in [*([step] for step in data), data]:
-        parts = [part for step in window for part in step]
-        optimizer.zero_grad()
-        losses = [nn.functional.mse_loss(model(x), y) * (1 if len(window) == 1 else len(x)) for x, y in parts]
-        total = len(parts) if len(window) == 1 else sum(len(x) for x, _ in parts)
-        (torch.stack(losses).sum() / total).backward()
-        if len(window) == 1:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    code = "optimizer.zero_grad()\n".join(blocks("sharded.md")[:2])
-    for found in pool.run(follow, code, False, False, ranks=len(COUNTS)):
-        torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
+    given = Names(code, "map", loader=[batch(rank, 0, step) for step in range(COUNTS[rank])])
+    given.run()
+    return whole([parameter.detach() for parameter in given.net.parameters()])
 
 
 SUMS = """
@@ -131,18 +64,13 @@ def test_losses_that_are_divided_by_the_samples_of_all_ranks(pool: Pool) -> None
         x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
         (nn.functional.mse_loss(model(x), y, reduction="sum") / len(x)).backward()
         optimizer.step()
-    for found in pool.run(follow, SUMS + blocks("sharded.md")[2], False, False, ranks=len(COUNTS)):
+    for found in pool.run(follow, SUMS + blocks("sharded.md")[2], ranks=len(COUNTS)):
         torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
 
 
 def averaged(rank: int, code: str) -> list[torch.Tensor]:
-    names: dict[str, Any] = {"torch": torch, "dist": dist, "Join": join.Join, "loss_fn": nn.functional.mse_loss}
-    names |= {
-        "loader": [batch(rank, 0, step) for step in range(COUNTS[rank])],
-        "DistributedDataParallel": DistributedDataParallel,
-    }
-    names["net"] = net = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, TARGETS))
-    exec(code, names)
+    net = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, TARGETS))
+    Names(code, "map", loader=[batch(rank, 0, step) for step in range(COUNTS[rank])], net=net).run()
     return [buffer for buffer in net.buffers() if buffer.is_floating_point()]
 
 
@@ -162,12 +90,6 @@ def test_statistics_of_batch_norm_are_averaged_by_numbers_of_batches(pool: Pool,
         code = code.replace("batches += 1", "batches += not join.shadowing")
     for found in pool.run(averaged, code, ranks=len(COUNTS)):
         torch.testing.assert_close([each.double() * sum(COUNTS) for each in found], expected, atol=1e-5, rtol=0)
-
-
-def test_each_loop_is_run() -> None:
-    counts = {"block.md": 4, "weights.md": 4, "metrics.md": 3, "iterate.md": 4, "sharded.md": 3, "authors.md": 2}
-    counts |= {"convert.md": 2, "joinable.md": 3, "trainer.md": 6}
-    assert {page: len(blocks(page)) for page in counts} == counts
 
 
 CONTRASTIVE = {  # lines of the guide's loop, and the lines that its table says to write instead
@@ -197,7 +119,7 @@ def test_a_loss_over_the_samples_of_all_ranks(pool: Pool, kind: str) -> None:
     for old, new in CONTRASTIVE[kind].items():
         assert old in code
         code = code.replace(old, new)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(max(COUNTS)):
         ranks = [rank for rank, count in enumerate(COUNTS) if step < count]
         rows = [batch(rank, 0, step)[0][: 2 + rank if kind == "own rows" else None] for rank in ranks]
@@ -208,7 +130,7 @@ def test_a_loss_over_the_samples_of_all_ranks(pool: Pool, kind: str) -> None:
         if (step + 1) % window == 0 or step + 1 == max(COUNTS):
             optimizer.step()
             optimizer.zero_grad()
-    for found in pool.run(follow, code, False, True, ranks=len(COUNTS)):
+    for found in pool.run(follow, code, ranks=len(COUNTS)):
         torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
 
 
@@ -254,6 +176,9 @@ def test_modules_on_several_process_groups(pool: Pool) -> None:
         assert_same(state, flat_state(encoder.state_dict(), decoders[rank // 2].state_dict()), 1e-6)
 
 
+# -- saving and resuming ----------------------------------------------------------------------------------------------
+
+
 def follow_and_save(rank: int, folder: str, fails: bool) -> None:
     """Run the script about resuming, whose second checkpoint cannot be written if it ``fails``."""
     (script,) = [code for code in blocks("elastic.md") if "import os" in code]
@@ -285,14 +210,123 @@ def test_resuming_in_the_middle_of_an_epoch(ending: Ending, tmp_path: Path) -> N
     torch.testing.assert_close(resumed["model"], alone["model"], atol=2e-6, rtol=0)
 
 
-def follow_all(rank: int, page: str) -> None:
-    names: dict[str, Any] = {"__name__": "guide"}
-    for code in blocks(page):
+class Regression(TrainModule):
+    """Fails at a step of the third epoch, if it is to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.layer, self.fails = Net(), fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.fails and self.global_step == 110:
+            raise OSError("disk full")
+        return self.layer.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+def test_resuming_with_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40 * 48, FEATURES)
+    names = {"Path": Path, "DataLoader": DataLoader, "dataset": TensorDataset(x, x[:, :TARGETS])}
+    names |= {"ModelCheckpoint": ModelCheckpoint, "Trainer": partial(Trainer, devices=1, logger=False, seed=0)}
+    states = []
+    for folder, modules in {"resumed": [Regression(fails=True), Regression()], "alone": [Regression()]}.items():
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        for module in modules:
+            with pytest.raises(OSError, match="disk full") if module.fails else nullcontext():
+                exec(blocks("elastic.md")[0], {**names, "module": module})
+        states.append(modules[-1].state_dict())
+    torch.testing.assert_close(*states, atol=0, rtol=0)
+
+
+def read(rank: int, saved: Any, stop: int) -> tuple[list[int], Any]:
+    """Resume from what was saved, and read until so many steps are made. Return the samples, and what to save."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    saving, resuming = blocks("elastic.md")[2:]
+    numbers: Any = range(23)
+    sampler: Any = UnevenDistributedSampler(numbers, shuffle=True, block_size=4 // dist.get_world_size())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchdata calls a function of torch that is deprecated
+        loader = StatefulDataLoader(numbers, sampler.block_size, sampler=sampler)
+    names = {"dist": dist, "rank": rank, "world_size": dist.get_world_size(), "sampler": sampler, "loader": loader}
+    names |= {"epoch": 1, "saved": saved}
+    sampler.set_epoch(1)
+    if saved:
+        exec(resuming, names)
+    steps, found = saved["steps"] if saved and len(saved["loaders"]) == dist.get_world_size() else 0, list[int]()
+    with Join([], process_group=None) as block:
+        for batch in block.iterate(loader, resumable=True):
+            steps += 1
+            found += batch.tolist()
+            exec(saving, names | {"join": block, "steps": steps}, names)
+            if steps == stop:
+                break
+    return found, names["state"]
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_states_of_loaders(pool: Pool, ranks: int) -> None:
+    """Two ranks stop after two steps, and again; these or one rank read the rest. Each sample is read once."""
+    (first, state), (second, _) = pool.run(read, None, 2, ranks=2)
+    (third, state), (fourth, _) = pool.run(read, state, 4, ranks=2)
+    rest = [each for found, _ in pool.run(read, state, 100, ranks=ranks) for each in found]
+    assert sorted(first + second + third + fourth + rest) == list(range(23))
+
+
+# -- ranks that end ---------------------------------------------------------------------------------------------------
+
+
+def fail(rank: int) -> str:
+    try:
+        Names(blocks("failures.md")[0], "map").run()
+    except (OSError, PeerError) as error:
+        return f"[rank{rank}]: {traceback.format_exception_only(error)[0]}"
+    return ""
+
+
+def test_a_rank_that_fails(pool: Pool) -> None:
+    """The ranks show the errors of the page."""
+    shown = examples_of("failures.md", "text")[0].code
+    assert "".join(reversed(pool.run(fail, ranks=2))) == shown
+
+
+def test_the_end_of_a_script(ending: Ending) -> None:
+    ending.run(follow_all, "hang.md", 1, ranks=2)
+
+
+# -- processes that an example starts ---------------------------------------------------------------------------------
+
+
+def follow_all(rank: int, page: str, start: int = 0) -> None:
+    names: dict[str, Any] = {"__name__": "guide", "dist": dist}
+    for code in blocks(page)[start:]:
         exec(code, names)
 
 
 def test_a_joinable_of_ones_own(ending: Ending) -> None:
     ending.run(follow_all, "joinable.md", ranks=1, group=False)
+
+
+def in_forks(rank: int) -> None:
+    """Run the examples of functions for tests, in processes that need no file."""
+    examples = {each.name: each.code for each in examples_in_docstrings(joinables.testing)}
+    names = {"torch": torch, "dist": dist, "Join": Join, "DistributedDataParallel": DistributedDataParallel}
+    names |= {"make_model": Net, "loss_fn": nn.functional.mse_loss, "batches": [batch(0, 0, at) for at in range(8)]}
+    for name in "run_ranks", "assert_equals_one_process":
+        names[name] = partial(getattr(joinables.testing, name), start_method="fork")
+        exec(examples[name], names)
+    names["test_train"]()
+
+
+def test_functions_for_tests(ending: Ending) -> None:
+    ending.run(in_forks, ranks=1, group=False)
+
+
+# -- the trainer ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(150)
@@ -316,3 +350,35 @@ def test_objects_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert io.load(path)["module"]["x"].tolist() == [1, 1]
     io.remove(path)
     assert not Path(path).exists()
+
+
+def test_methods_of_a_module(tmp_path: Path) -> None:
+    """A value is logged by the counts of the module, and results of a hook are taken."""
+    methods: dict[str, Any] = {}
+    for code in blocks("trainer.md")[1:3]:
+        exec(code, methods)
+
+    class Module(Regression):
+        batch_size, results_to_return = methods["batch_size"], methods["results_to_return"]
+        take_results = methods["take_results"]
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.embeddings, self.seconds = batch.labels, 2.5
+            self.log("labels", batch.labels.mean())
+            return self.layer(torch.ones(1, FEATURES)).sum()
+
+    module = Module()
+    trainer = Trainer(devices=1, max_epochs=1, logger=False, default_root_dir=tmp_path)
+    trainer.fit(module, [Labelled(torch.tensor([1.0, 2.0])), Labelled(torch.tensor([6.0]))])
+    assert trainer.callback_metrics["labels"] == 3
+    assert (module.embeddings.tolist(), module.seconds) == ([6], 2.5)
+
+
+class Labelled:
+    """A batch, such as a graph."""
+
+    def __init__(self, labels: torch.Tensor) -> None:
+        self.labels = labels
+
+    def to(self, device: torch.device) -> Labelled:
+        return Labelled(self.labels.to(device))

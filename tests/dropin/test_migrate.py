@@ -36,7 +36,7 @@ def follow(rank: int, code: str, case: Case) -> dict[str, torch.Tensor]:
     model = build(case.model)
     optimizer = optimizer_of(case.optimizer, model)
     names: dict[str, Any] = {"Join": join.Join, "DistributedDataParallel": DistributedDataParallel, "dist": dist}
-    names |= {"torch": torch, "optimizer": optimizer, "zero": optimizer}
+    names |= {"torch": torch, "optimizer": optimizer}
     names["model"] = model if "DistributedDataParallel(" in code else DistributedDataParallel(model)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -57,8 +57,6 @@ STOPS = Case(optimizer=CONSTANT, data=Data(((2, 4, 3),)), loop=Loop(iterate="emp
 @pytest.mark.parametrize(
     ("heading", "which", "case"),
     [
-        ("From torch's `Join`", AFTER, Case(optimizer=Optimizer(decay=1.0, zero=True), data=Data(((0, 3, 1),)))),
-        ("From `model.join()`", AFTER, Case(optimizer=CONSTANT, data=Data(((0, 3, 1),)))),
         (
             "From Horovod's `join`",
             AFTER,

@@ -22,9 +22,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import joinables
+from join import Join
 from tests.ending import Ending
-from tests.examples import DOCS, examples_of, in_loop_of
-from tests.integrations.ranks import accelerator, launched
+from tests.examples import DOCS, after, examples_of, in_loop_of
+from tests.integrations.ranks import accelerator, imported, launched
 from tests.integrations.samples import (
     BOTH,
     RANKS,
@@ -143,6 +144,36 @@ def test_an_evaluation_in_accelerate(pool: Pool) -> None:
         assert_as_one_process(
             data, ranks, replace(expected, logged=[*map(float, range(13)), *[13.0] * len(steps_of(ranks))])
         )
+
+
+def in_a_migrated_script(rank: int) -> list[Trained]:
+    found: list[Trained] = []
+    for data in BOTH:
+        if data.kind == "map":
+            with launched():
+                net = Net()
+                names: dict[str, Any] = {"Accelerator": accelerator, "Join": Join, "model": net, "optimizer": adam(net)}
+                names["loader"] = data.loader(rank)
+                names |= {"DataLoaderConfiguration": imported("accelerate.utils").DataLoaderConfiguration}
+
+                def step(x: torch.Tensor, y: torch.Tensor, names: dict[str, Any] = names) -> None:
+                    names["optimizer"].zero_grad()
+                    mse_loss(names["model"](x), y).backward()
+                    names["optimizer"].step()
+
+                code = after(examples_of("migrate.md", "diff")[2].code)
+                names["step"] = step
+                exec(code, names)
+                found.append(Trained(net.state_dict(), net.seen, []))
+    return found
+
+
+def test_migrating_from_accelerate(pool: Pool) -> None:
+    """With a map-style data set; Accelerate distributes a stream itself, and its collectives need join.iterate."""
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
+    results = pool.run(in_a_migrated_script, ranks=RANKS, timeout=60)
+    for data, *ranks in zip([data for data in BOTH if data.kind == "map"], *results, strict=True):
+        assert_as_one_process(data, ranks, replace(alone(ranks, by_samples=False), logged=[]))
 
 
 def test_losses_that_are_divided_in_accelerate(pool: Pool) -> None:

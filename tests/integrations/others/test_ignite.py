@@ -9,6 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
+from tests.docs import names
+from tests.examples import examples_of
 from tests.integrations.others.one_process import COUNTS, alone
 from tests.integrations.ranks import imported
 from tests.models import assert_same, batch, build
@@ -39,3 +41,17 @@ def test_it_trains_exactly(pool: Pool, has_length: bool) -> None:
     expected = alone(lambda params: torch.optim.Adam(params, lr=0.01))
     for state in pool.run(train, has_length, ranks=2):
         assert_same(state, expected, 1e-6)
+
+
+class Names(names.Names):
+    @property
+    def Engine(self) -> Any:
+        return imported("ignite.engine").Engine
+
+    @property
+    def step(self) -> Any:
+        return lambda engine, batch: self.train_step(*batch)
+
+
+def test_the_example(pool: Pool) -> None:
+    names.check(pool, examples_of("frameworks.md")[0].code, Names)

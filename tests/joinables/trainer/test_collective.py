@@ -17,6 +17,7 @@ from join.collectives import Collective, ReduceOp, TorchCollective, Work, collec
 from join.collectives.board import Board, StoreBoard
 from join.joinable import OnGroup
 from joinables.trainer import DDPStrategy, Strategy, Trainer
+from tests.examples import examples_of
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
 from tests.models import TOLERANCE, assert_same, flat_state
@@ -151,16 +152,17 @@ class Counting(TorchCollective):
         return super().all_reduce(tensor, op)
 
 
-class OverCounting(DDPStrategy):
-    """DDP whose block, metrics and votes are on a collective of one's own."""
+NAMES: dict[str, Any] = {"torch": torch, "DDPStrategy": DDPStrategy, "collective_of": collective_of}
+NAMES |= {"CountingCollective": Counting, "__name__": __name__}
+exec(examples_of("trainer.md")[-1].code, NAMES)
+CountingStrategy: Any = NAMES["CountingStrategy"]
+
+
+class OverCounting(CountingStrategy):
+    """DDP whose block, metrics and votes are on a collective of one's own, as in the guide."""
 
     closed: Path  # a file
 
-    @override
-    def setup(self) -> None:
-        self.collective = collective_of(Counting(cast("Any", dist.group.WORLD)))
-
-    @override
     def teardown(self) -> None:
         assert collective_of(None) is self.collective, "there is no other for this group"
         with self.closed.open("a") as file:

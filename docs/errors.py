@@ -96,6 +96,8 @@ Two kinds of error have no code of their own:
 The errors that users meet most often have an example:
 
 """
+HEIRS = {"J503": "J039", "J570": "J020"}
+"""For the code of an error of an earlier version, the code of the error that is raised now."""
 EXAMPLES = {
     "J010": """\
 Join(model)  # raises [J010]: a module is not a list
@@ -280,6 +282,8 @@ def page() -> str:
     parts = [TOP + "\n".join(f"- [{code}](#{code.lower()}): {prose(first[code])}" for code in EXAMPLES) + "\n"]
     for title, group in groupby(every, key=lambda text: text.title):
         parts += [f"## {title}\n", *map(entry, group)]
+    parts.append("## Codes of earlier versions\n")
+    parts += [f"### {code}\n\nThis error is [{heir}](#{heir.lower()}) now.\n" for code, heir in sorted(HEIRS.items())]
     return "\n".join(parts)
 
 

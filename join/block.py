@@ -43,6 +43,7 @@ from join.collectives import Collective, TorchCollective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
+from join.collectives.version import VERSION
 from join.errors import JoinError, PeerError, ProtocolError, add_note
 from join.failure.peers import Peers
 from join.joinable import Burst, Joinable, JoinConfig
@@ -204,7 +205,7 @@ class OpenBlock:
             values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self._scope.members]
             with profiled("enter"):
                 if is_first:
-                    check_same(collective, "Join", entered_with, wait, values=values)
+                    check_same(collective, "Join", [*entered_with, f"joinables {VERSION}"], wait, values=values)
                 channel.agree()
                 if not is_first:
                     check = start_check(collective, channel.headers.line, "Join", entered_with, values, wait)

@@ -76,7 +76,7 @@ def _prefix(process: object) -> str:
     """Return the start of the names of all files and folders of a process of this machine."""
     where = secrets.token_hex(8)
     with suppress(OSError):  # without /proc, no process can be recognised
-        where = re.sub(r"\W", "", machine("pid"))
+        where = re.sub(r"\W", "", machine())
     return f"joinables-{where}-{process}-"
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from docs.errors import EXAMPLES, KINDS, PAGE, page, texts
+from docs.errors import EXAMPLES, HEIRS, KINDS, PAGE, page, texts
 from join import Join
 
 TEXTS = list(texts())
@@ -24,7 +24,7 @@ BAD_FORMS = {
 
 
 def test_each_text_has_a_code_of_its_own_and_a_fix() -> None:
-    free = int(max(CODES).removeprefix("J")) + 1
+    free = int(max(*CODES, *HEIRS).removeprefix("J")) + 1
     for text in TEXTS:
         assert len(text.codes) == 1, f"end it with [J{free:03d}]: {text.words}"
         assert CODES[text.codes[0]] == 1, f"[{text.codes[0]}] belongs to another text too. Take [J{free:03d}]"
@@ -37,6 +37,10 @@ def test_each_text_has_a_code_of_its_own_and_a_fix() -> None:
 
 def test_the_page_is_generated_from_the_code() -> None:
     assert PAGE.read_text() == page(), "run python -m docs.errors"
+
+
+def test_a_code_of_an_earlier_version_leads_to_one_of_now() -> None:
+    assert not HEIRS.keys() & CODES.keys() and set(HEIRS.values()) <= CODES.keys()
 
 
 @pytest.mark.parametrize("code", EXAMPLES)

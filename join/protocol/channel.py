@@ -144,7 +144,6 @@ class Channel:
     def agree(self) -> None:
         """Set up the lines that carry messages; called when all ranks have entered the group's first block."""
         self.guard.is_connecting = True
-        self.collective.connect(self.guard.timeout)
         self.headers.agree()
         self.sums = self.collective.line(SUMS)
         """Line for sums between the collectives of a burst: one of these, if the ranks have no line beside them."""

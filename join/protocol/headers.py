@@ -18,8 +18,8 @@ up to 31 ranks. The size matters because the cost of a small all-reduce on gloo 
 
 To *apply* a header is to act on one that was sent earlier. If it reports that ranks diverged, the rank raises. If the
 old leader has left and any burst needs a leader, the ranks elect a new one. All ranks apply header i after burst i and
-before header i+1. If burst i was foreseen and headers travel in messages, which take longer, all ranks apply header i
-later:
+before header i+1. If burst i was foreseen and headers go over the process group, which takes longer, all ranks apply
+header i later:
 
 - before burst i+1 and after header i+1, if burst i+1 needs the leader or was not foreseen itself;
 - before header i+2 in all other cases.
@@ -333,7 +333,7 @@ def _period_of(past: Sequence[int]) -> int:
 
 
 class Headers:
-    """Headers of one process group. One header at a time is being summed, or two if they travel in messages.
+    """Headers of one process group. One header at a time is being summed, or two if they go over the process group.
 
     Args:
         collective: The ranks.

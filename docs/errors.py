@@ -23,7 +23,7 @@ FILES = sorted(path for package in ("join", "joinables") for path in (ROOT / pac
 CODE = re.compile(r" ?\[(J\d{3})\]")
 NEXT_SENTENCE = re.compile(r"""(?<=[\w*)\]'"`][.?])\s+(?=[A-Z*`])""")
 # An internal fault, errors that repeat an error with a code, and texts that Python prescribes.
-WITHOUT_CODE = {"AssertionError", "BrokenCollective", "GaveUp", "PeerError", "RemoteTraceback", "AttributeError"}
+WITHOUT_CODE = {"AssertionError", "BrokenCollective", "PeerError", "RemoteTraceback", "AttributeError"}
 KINDS = {
     "J043": ["RuntimeError"],
     "J057": ["AttributeError"],

@@ -190,8 +190,6 @@ class OpenBlock:
             raise
         self._tally, self._loops = replace(self.channel.headers.tally), self.channel.loops
         self._started = time.monotonic()
-        for member in members:
-            member.announced_at = self._started
         self._is_entered = True
 
     def _compare_with_others(self, entered_with: Sequence[str]) -> None:
@@ -333,12 +331,12 @@ class OpenBlock:
         joined_at, ended_at = out_of_data_at - self._started, time.monotonic() - self._started
         spent, announcing = self.channel.headers.tally.since(self._tally), self._scope.announcing
         # Announced and shadowed bursts together are equally many on all ranks, so all choose the same member.
-        busiest = max(announcing, key=lambda member: sum(member.times) + member.shadowed)
-        steps, shadowed = sum(busiest.times), busiest.shadowed
+        busiest = max(announcing, key=lambda member: member.steps + member.shadowed)
+        steps, shadowed = busiest.steps, busiest.shadowed
         if self.channel.loops > self._loops:
             steps, shadowed = spent.batches, spent.dummies
-        sent, times = (spent.idle, spent.headers, spent.nbytes), tuple(busiest.times)
-        return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent, times)
+        sent = spent.idle, spent.headers, spent.nbytes
+        return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent)
 
     def _compare(self, outcome: Outcome, ends: Sequence[_End], values: Values) -> Outcome:
         """Return the outcome after a comparison of all ranks, and set the leader from which state is copied.

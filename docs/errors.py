@@ -96,7 +96,7 @@ Two kinds of error have no code of their own:
 The errors that users meet most often have an example:
 
 """
-HEIRS = {"J503": "J039", "J570": "J020"}
+HEIRS = {"J114": "J802", "J503": "J039", "J570": "J020"}
 """For the code of an error of an earlier version, the code of the error that is raised now."""
 EXAMPLES = {
     "J010": """\

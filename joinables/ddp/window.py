@@ -121,8 +121,6 @@ class Memory:
         window: The current window, which may be open.
         buffer_shapes: The shapes of the buffers at their last synchronisation, which are the same on all ranks. The
             present shapes may differ, since one rank may evaluate between blocks.
-        arrivals: How often the gradient of each parameter arrives in a backward of a ``static_graph`` module; ``None``
-            if its first backward has not run in a block.
         is_local: Whether a plain block has had a backward that was not reduced, for example under ``no_sync``, so that
             an optimizer may have stepped on the gradients of this rank alone.
         backward: The number of the last backward in which a gradient entered the module.
@@ -130,7 +128,6 @@ class Memory:
 
     window: Window = field(default_factory=Window)
     buffer_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    arrivals: list[int] | None = None
     is_local: bool = False
     backward: int = -1
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from join import Join, JoinError
 from joinables import LossGate, ZeroStep
 from tests.ending import Ending
-from tests.models import assert_same, flat_state
+from tests.models import assert_same, flat_state, learn_graph
 from tests.pool import Pool
 
 COUNTS = (5, 0, 3)
@@ -121,6 +121,7 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.05)
     listed = [model, ZeroStep(optimizer, clip) if what == "zero" else optimizer, *[scaler][: scaler.is_enabled()]]
     divisor = 4 if what == "divided" else 1
+    learn_graph(model, lambda: loss_of(model, batch(rank, 0), 0, what))
     with Join(listed, divide_by_initial_world_size=case.initial, loss_divided_by=divisor) as join:
         data = [batch(rank, step) for step in range(case.counts[rank])]
         until: Any = case.until

@@ -373,11 +373,11 @@ def mistaken(rank: int, how: str) -> str:
     [
         (
             "forgets with weigh",
-            "is not scaled, but join.iterate was called with a weigh function. Call join.scale(loss).backward()",
+            "was not scaled, although join.iterate was called with a weigh function. Call join.scale(loss).backward()",
         ),
         (
             "forgets with a window",
-            "is not scaled, but join.iterate was called with window=2. Call join.scale(loss).backward()",
+            "was not scaled, although join.iterate was called with window=2. Call join.scale(loss).backward()",
         ),
         ("steps inside a window", "Step the optimizer only if join.ends_window is True"),
         ("breaks inside a window", "Leave the loop only if join.ends_window is True"),
@@ -385,7 +385,7 @@ def mistaken(rank: int, how: str) -> str:
         ("begins to scale", "Call join.scale(loss) for every backward of the loop, or for none"),
         ("stops to scale", "Call join.scale(loss) for every backward of the loop, or for none"),
         ("sets the weight", "Pass join.iterate(loader, weigh=function)"),
-        ("weighs negatively", "which is negative or not finite"),
+        ("weighs negatively", "is not a finite number of at least 0"),
         ("plain: forgets", "call join.scale(loss).backward()"),
     ],
 )

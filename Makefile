@@ -2,18 +2,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch test-accelerator test-gpu soak test-frameworks test-engines mutants check bench pictures outputs docs test-docs wheel clean
+.PHONY: help demo test test-all test-night test-torch test-accelerator test-gpu test-quiet test-hosts test-scripts test-wheel soak test-frameworks test-engines mutants check bench pictures outputs docs test-docs wheel clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    run the demo'
-	@echo 'make test    run the tests, JOBS=3 at once; of cross products, each pair'
-	@echo 'make test-all  run all of the cross products too, and all scripts as their users do (for the night)'
+	@echo 'make test    run the tests of join and joinables, JOBS=3 at once: minutes, for each change'
+	@echo 'make test-all  run more cases of them, and the tests of the parts below: what CI runs'
+	@echo 'make test-night  run all cases, and all scripts as their users do (hours)'
 	@echo 'make test-torch TORCH=2.8.0  run the tests with another torch, which goes to .venv-torch-2.8.0 (gigabytes)'
 	@echo 'make test-accelerator  run the tests of accelerators on a simulated one'
 	@echo 'make test-gpu  run them on GPUs, of which one is enough, with NCCL and gloo; fails where torch finds none'
-	@echo 'make soak    SOAK=500 random models and loops (make test: eight), and all ways to fail'
+	@echo 'make test-quiet  run the tests that look at times, one by one; nothing else may run beside them'
+	@echo 'make test-hosts  run the tests on two simulated hosts'
+	@echo 'make test-scripts  run the tutorials, recipes, notebooks, projects and the demo'
+	@echo 'make test-wheel  build and install the sdist and the wheel, and run the tests of them'
+	@echo 'make soak    SOAK=500 random models and loops (make test: four), and all ways to fail'
 	@echo 'make mutants one change of the logic after the other, each of which a test has to notice (for the night)'
 	@echo 'make check   ruff (lint and format), pyright, and a look for sentences that have to be read twice'
 	@echo 'make bench   run the benchmarks'
@@ -36,18 +41,41 @@ JOBS ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
+# Tests that most changes leave alone: make test leaves them to make test-all, and to targets of their own.
+HOSTS := tests/two_hosts
+SCRIPTS := tests/test_scripts.py tests/test_notebook.py tests/projects
+WHEEL := tests/test_wheel.py tests/test_package.py
+SITE := tests/docs
+INTEGRATIONS := tests/integrations tests/joinables/metrics
+PARTS := tests/accelerator tests/engines $(HOSTS) $(SCRIPTS) $(WHEEL) $(SITE) $(INTEGRATIONS)
+
 test: .venv/.test-installed
-	$(PYTEST)
+	$(PYTEST) $(addprefix --ignore=,$(PARTS))
 
 test-all: .venv/.test-installed
 	TESTS=all $(PYTEST)
 
+test-night: .venv/.test-installed
+	TESTS=night $(PYTEST)
+
+test-quiet: .venv/.test-installed
+	QUIET=1 TESTS=all $(BIN)/python -m pytest -m in_quiet
+
+test-hosts: .venv/.test-installed
+	TESTS=all $(BIN)/python -m pytest $(HOSTS)
+
+test-scripts: .venv/.test-installed
+	TESTS=all $(PYTEST) $(SCRIPTS)
+
+test-wheel: .venv/.test-installed
+	TESTS=all $(PYTEST) $(WHEEL)
+
 TORCH ?= 2.8.0
 test-torch: .venv-torch-$(TORCH)/.installed
-	.venv-torch-$(TORCH)/bin/python -m pytest -n $(JOBS)
+	TESTS=all .venv-torch-$(TORCH)/bin/python -m pytest -n $(JOBS)
 
 test-accelerator: .venv/.test-installed
-	$(BIN)/python -m pytest tests/accelerator
+	TESTS=all $(BIN)/python -m pytest tests/accelerator
 
 # Else all tests would be skipped where torch finds no GPU, and that would pass.
 test-gpu: .venv/.test-installed
@@ -57,18 +85,18 @@ test-gpu: .venv/.test-installed
 SOAK ?= 500
 soak: .venv/.test-installed
 	SOAK=$(SOAK) $(PYTEST) tests/joinables/test_random.py tests/joinables/test_random_blocks.py
-	TESTS=all $(BIN)/python -m pytest tests/join/failure/test_ends.py
+	TESTS=night $(BIN)/python -m pytest tests/join/failure/test_ends.py
 
 # The extras of the frameworks that tests/integrations runs in, and packages that need none.
 FRAMEWORKS := lightning accelerate transformers ray
 OTHERS := trl sentence-transformers pytorch-ignite
 comma := ,
 test-frameworks: .venv-frameworks/.installed
-	.venv-frameworks/bin/python -m pytest -n $(JOBS) tests/integrations
+	TESTS=all .venv-frameworks/bin/python -m pytest -n $(JOBS) $(INTEGRATIONS)
 
 # DeepSpeed compiles an extension when it is first used, with ninja and a C++ compiler.
 test-engines: .venv-engines/.installed
-	.venv-engines/bin/python -m pytest -n $(JOBS) tests/engines
+	TESTS=all .venv-engines/bin/python -m pytest -n $(JOBS) tests/engines
 
 mutants: .venv/.test-installed
 	$(BIN)/python -m tests.mutants
@@ -84,6 +112,7 @@ bench: .venv/.demo-installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/doors.py
+	$(BIN)/python benchmarks/tensors.py
 	$(BIN)/python benchmarks/trainer.py
 
 pictures: .venv/.demo-installed
@@ -104,7 +133,7 @@ docs: .venv/.docs-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test-docs: .venv/.test-installed .venv/.docs-installed .venv-docs/.installed
-	$(BIN)/python -m pytest tests/docs
+	TESTS=all $(BIN)/python -m pytest $(SITE)
 
 wheel: .venv/.test-installed
 	$(BIN)/python -m build

@@ -121,7 +121,7 @@ Join([model, optimizer] if rank == 0 else [model])  # raises [J020] on entering 
 Join([model, optimizer])  # works: the same list on all ranks
 """,
     "J022": """\
-with Join([], process_group=None):  # raises [J022]: there is no default process group yet
+with Join([], process_group=None):  # raises [J022] on several processes: there is no default process group yet
     evaluate()
 
 torch.distributed.init_process_group("gloo")  # works if called first

@@ -1,6 +1,6 @@
 """Generator of the page of interruptions: ``python -m docs.interrupted`` writes ``docs/interrupted.md``.
 
-The counts are those of the last ``make test-all``, which ``tests/join/failure/test_injected.py`` leaves in a file.
+The counts are those of the last ``make test-night``, which ``tests/join/failure/test_injected.py`` leaves in a file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def page() -> str:
     runs, of = sum(sum(counts.values()) for counts in data["rows"].values()), data["of"]
     share = "Each line of entering and of leaving has a run of its own."
     if runs < of:
-        share = f"These are {runs:,} of {of:,} such runs, drawn at random. `make test-all` makes all of them."
+        share = f"These are {runs:,} of {of:,} such runs, drawn at random. `make test-night` makes all of them."
     return _PAGE.format(rows="\n".join(rows), share=share)
 
 

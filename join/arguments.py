@@ -170,14 +170,14 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
     """
     communicating = [joinable for joinable in joinables if joinable.communicates]
     if not communicating:
-        if enable and (dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") != "1"):
+        if enable and not is_alone(None):
             names = ", ".join(joinable.join_name for joinable in joinables)
             raise ValueError(
                 f"Join([{names}]) lists no object that communicates. Add the DistributedDataParallel module, or another"
                 " Joinable, to the list. If the loop reduces gradients itself, write Join([], process_group=None), and"
                 " loop over join.iterate. [J013]"
             )
-        return SingleCollective() if group is ... else collective_of(group)
+        return SingleCollective() if group is ... or is_alone(group) else collective_of(group)
     first, *others = [joinable for joinable in communicating if joinable.has_own_group] or communicating
     collective = collective_of(first.join_process_group)
     for other in others:
@@ -194,6 +194,11 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
             " Join(...). [J016]"
         )
     return collective
+
+
+def is_alone(group: Any) -> bool:
+    """Return whether ``group`` is the default process group, and there is none because this process is the only one."""
+    return group is None and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def collective_to_tell(objects: Sequence[Any], group: Any) -> Collective | None:

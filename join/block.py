@@ -14,7 +14,8 @@ their order::
              meanwhile, if nothing was shadowed: a broadcast of the tensors that each rank has for itself
                 (``OwnTensors``)
              uneven ranks, including ranks that made different steps: one copy of all state from a last joiner
-                (``join.transfer``), then ``synchronise`` of each joinable
+                (``join.transfer``), the parameters and gradients of each DDP module by its own broadcasts, then
+                ``synchronise`` of each joinable
              even ranks: the own tensors whose sizes differ from last time, then ``synchronise_own`` of each joinable
              ``post_hook`` of each hook
 
@@ -30,6 +31,8 @@ from __future__ import annotations
 
 import atexit
 import struct
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -83,13 +86,27 @@ def release(joinables: Sequence[Joinable]) -> None:
 
 @atexit.register
 def _report_open_blocks() -> None:
-    """Tell the user and the other ranks of a block that was never left."""
+    """Tell the user and the other ranks of a block that was never left, and the user which rank has failed before."""
+    error: BaseException | None = getattr(sys, "last_value", None)  # the exception that ends this process, if any
     for guard in [channel.guard for channel in channels.values() if not channel.guard.is_fork]:
         warnings.warn(
-            "A Join block was opened and never left, so the other ranks wait for this one. Call join.close().",
+            "A Join block was opened and never left, so the other ranks wait for this one. Call join.close(), and"
+            " join.close(error) after an exception.",
             stacklevel=1,
         )
-        guard.peers.post(JoinError("Its process ended inside a Join block. Call join.close() before that. [J582]"))
+        if guard.closed:  # the user and the other ranks know the reason
+            continue
+        cause = None if error is None else guard.explain(error)
+        try:
+            if cause is None:
+                guard.peers.look_again()
+        except JoinError as failure:
+            cause = failure
+        if cause is not None:
+            sys.excepthook(type(cause), cause, None)
+        else:
+            never_left = JoinError("Its process ended inside a Join block. Call join.close() before that. [J582]")
+            guard.peers.post(error or never_left)
 
 
 def report_failed_entry(collective: Collective, error: BaseException) -> None:
@@ -144,8 +161,9 @@ class OpenBlock:
 
     def __init__(self, collective: Collective, scope: Scope) -> None:
         self._collective, self._scope = collective, scope
-        for outer in list(channels.values()):  # ranks may be threads, which open blocks meanwhile
-            if not outer.step.in_loop and _would_block(outer.collective, collective):
+        for outer in list(channels.values()):  # other threads may open blocks meanwhile, which are not around this one
+            is_around = outer.thread is threading.current_thread() and not outer.step.in_loop
+            if is_around and _would_block(outer.collective, collective):
                 raise JoinError(
                     f"A block on {collective.world_size} ranks was entered inside a plain block on another group of"
                     f" {outer.collective.world_size} ranks, so ranks could wait for each other forever. Leave the outer"

@@ -30,26 +30,27 @@ from join.arguments import (
     entered_with,
     expand,
     hook_of,
+    is_alone,
     listed,
 )
 from join.batch import PLAIN, Step
 from join.block import OpenBlock, channels, claim, join_of, joins, release, report_failed_entry
 from join.collectives import Collective, SingleCollective, Work, collective_of
 from join.errors import JoinError, outside
-from join.joinable import NothingListed
+from join.joinable import NothingAlone, NothingListed
 from join.loop import Batches, Loop
 from join.mean import mean_over_ranks
 from join.options import Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
-from join.scaling import checked_divided_over, factor_in_loop, scale_alone, scaled
+from join.scaling import checked_divided_over, factor_in_loop, refuse_scaling, scale_alone, scaled
 
 T = TypeVar("T")
 L = TypeVar("L", bound="torch.Tensor | float")
 
 _ITS_BLOCK = "its block", "Write with Join([...]) as join: around it"
-_A_LOOP = "a loop over join.iterate, which all ranks run"
+_A_LOOP = "the body of a loop over join.iterate, which all ranks run"
 _LIST_A_MEAN = "Loop over join.iterate(loader), or list a joinables.Mean in the block and read it after the block"
 
 
@@ -93,7 +94,7 @@ class Join:
             :meth:`iterate`, all ranks wait for each other before each step and each burst. On gloo, a collective of
             the process group fails inside the block if it takes more than twice the timeout.
         process_group: The process group of a block that lists nothing, where it is required. ``None`` is the default
-            process group.
+            process group. Without one, a single process makes a block of its own, which does nothing.
         loss_divided_by: The number by which each loss is divided before :meth:`scale` gets it. Frameworks divide by
             the number of micro-batches in an accumulation window; pass that number. :meth:`scale` multiplies the loss
             by it.
@@ -148,7 +149,8 @@ class Join:
 
     def _reset(self) -> None:
         """Make new joinables for the objects, and forget the report: both belong to the previous block."""
-        self._joinables = expand(self._objects) or [NothingListed(self._group)]
+        nothing = NothingAlone if is_alone(self._group) else NothingListed
+        self._joinables = expand(self._objects) or [nothing(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
         self._loop: Loop[Any] | None = None  # that began last
         self._report: Callable[[], JoinReport] | None = None
@@ -282,7 +284,7 @@ class Join:
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
-        if self._step.in_loop:
+        if self._is_in_loop:
             raise JoinError(
                 f"join.weight={weight!r} was set in a loop over join.iterate, which needs all weights before a step."
                 " Pass join.iterate(loader, weigh=function), with 0 for a batch that does not count. [J468]"
@@ -336,12 +338,8 @@ class Join:
                     joinable.check_divisor(self._collective.world_size)
             factor = factor_in_loop(step, engine * self._divisor)
             return scaled(loss, factor) if block is None else block.channel.scaling.scale(loss, factor)
-        if divided_over is not None:
-            raise ValueError(
-                f"divided_over={divided_over!r} was passed to join.scale in a plain block, where"
-                " DistributedDataParallel divides the gradients. Remove the argument from the call, or loop over"
-                " join.iterate. [J470]"
-            )
+        if self._is_in_loop or divided_over is not None:
+            refuse_scaling(None if self._is_in_loop else divided_over)
         weight = None if self._scope is None else self._scope.weight
         if weight is None:
             return loss
@@ -388,8 +386,14 @@ class Join:
 
     @property
     def _step(self) -> Step:
-        """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``PLAIN``."""
-        return PLAIN if self._channel is None else self._channel.step
+        """Step of a loop over :meth:`iterate` whose body runs, of this block or of one around it; or ``PLAIN``."""
+        channel = self._channel
+        return channel.step if channel is not None and channel.in_step else PLAIN
+
+    @property
+    def _is_in_loop(self) -> bool:
+        """Whether a loop has begun and not ended, and this rank has not left it: in its body, or while it reads."""
+        return self._channel is not None and self._channel.step.in_loop
 
     @property
     def total_weight(self) -> float:
@@ -473,14 +477,14 @@ class Join:
     def loader_state(self) -> Any:
         """Return the state of the loader as of the batch that :meth:`iterate` yielded last.
 
-        The loader's own ``state_dict`` is ahead of this state, because :meth:`iterate` reads ahead. Every rank saves
-        and loads the state of its own loader. A loader that loads this state continues with the next batch, or with
-        none on a rank that was out of data. Once the loop has ended on all ranks, the state is the final state of the
-        loader; torchdata's loader begins its next epoch from it.
+        The loop keeps it only with ``resumable=True``. The loader's own ``state_dict`` is ahead of this state, because
+        :meth:`iterate` reads ahead. Every rank saves and loads the state of its own loader. A loader that loads this
+        state continues with the next batch, or with none on a rank that was out of data. Once the loop has ended on all
+        ranks, the state is the final state of the loader; torchdata's loader begins its next epoch from it.
 
         Example::
 
-            for step, (x, y) in enumerate(join.iterate(loader)):
+            for step, (x, y) in enumerate(join.iterate(loader, resumable=True)):
                 train(x, y)
                 if step % 1000 == 999:
                     torch.save(join.loader_state(), f"loader-{rank}.pt")
@@ -488,9 +492,8 @@ class Join:
             loader.load_state_dict(torch.load(f"loader-{rank}.pt"))  # in the next run
 
         Raises:
-            JoinError: If this block has had no loop over :meth:`iterate`, or if the loader's ``state_dict`` raised an
-                exception.
-            TypeError: If the loader has no ``state_dict``.
+            JoinError: If this block has had no loop over :meth:`iterate`, if the loop is not resumable, or if the
+                loader's ``state_dict`` raised an exception.
         """
         if self._loop is None:
             raise outside("join.loader_state was called", _A_LOOP, "Call it in a loop over join.iterate, or after one")
@@ -506,6 +509,7 @@ class Join:
         weigh: Callable[[T], float] | None = None,
         window: int | Literal["all"] = 1,
         fill_window: bool = False,
+        resumable: bool = False,
     ) -> Batches[T]:
         """Iterate over ``loader`` in lockstep: all ranks run the loop body the same number of times.
 
@@ -530,8 +534,7 @@ class Join:
                 samples of ranks, such as SyncBatchNorm. A function is called with the last batch in each step, and
                 returns the dummy batch. A rank that never had a batch uses the first batch of another rank.
             lookahead: The number of steps that one message announces, rounded up to a multiple of ``window``. Up to
-                ``2 * lookahead - 1`` batches are held besides the current one. A loader with a ``state_dict`` is asked
-                for its state after each batch; see :meth:`loader_state`.
+                ``2 * lookahead - 1`` batches are held besides the current one.
             weigh: A function that returns the weight of a batch: its number of samples or tokens, or 0 for a batch that
                 must not count. Pass each loss through :meth:`scale`.
             window: The number of steps whose gradients one optimizer step averages; a last window may have fewer.
@@ -539,6 +542,8 @@ class Join:
                 step optimizers if :attr:`ends_window` is ``True``.
             fill_window: Whether to fill up the last window with dummy batches, on all ranks, for engines that count
                 micro-batches themselves.
+            resumable: Whether to keep the loader's state for :meth:`loader_state`. The loader's ``state_dict`` is then
+                called, and its result copied, after each batch.
 
         Returns:
             The batches, to be iterated once. Their ``len`` is the number of steps that all ranks make; it raises
@@ -546,12 +551,14 @@ class Join:
             as ``dataset``.
 
         Raises:
-            ValueError, TypeError: If an argument is none of these.
+            ValueError, TypeError: If an argument is none of these, or if a resumable loader has no ``state_dict``.
             JoinError: Outside a block; in the loop, on all ranks, if it runs inside another one on the same group.
             ProtocolError: On all ranks, if some ranks leave the loop early and others do not.
             PeerError: If a rank fails, in its loader or in the loop body.
         """
-        return self._iterate(loader, Options(until, dummy, lookahead, weigh, window, bool(fill_window)))
+        return self._iterate(
+            loader, Options(until, dummy, lookahead, weigh, window, bool(fill_window), resumable=bool(resumable))
+        )
 
     def _iterate(self, loader: Iterable[T], options: Options) -> Batches[T]:
         if self._scope is None:
@@ -667,6 +674,8 @@ class Join:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, GeneratorExit):  # the block is in a generator, which its consumer closes
+            error = error.__context__  # the exception that the consumer handles; without one, it closes as by a break
         try:
             self._leave(error)
         except BaseException as failure:

@@ -4,17 +4,14 @@ A file is written under a random name in the folder, and then renamed. If two pr
 time, the file of the last one stays, whole. The random name is created only if it is free. So no other user can put a
 link in the way.
 
-The random name begins with the machine and the process of the writer. A killed process leaves its file. The next writer
-in the folder removes this file, but only if the process has ended and ran on the same machine. From another machine, it
-cannot be seen whether a process has ended, so the files of other machines stay.
+A killed process leaves its file or folder. No later process removes it: a name does not show whether the process still
+runs, and in a shared folder, other users may create such names as well.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import secrets
-import shutil
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,8 +20,6 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 import torch
-
-from join.collectives.store import machine
 
 
 @contextmanager
@@ -45,8 +40,7 @@ def replacing(path: Path, mode: int = 0o666, *, survives: bool = False) -> Gener
             f"The path {str(path)!r} is a folder, a device or a pipe, which a file cannot replace. Pass the path of a"
             " file. [J580]"
         )
-    _remove_left(path.parent)
-    part = path.with_name(f".{_prefix(os.getpid())}{secrets.token_hex(8)}.part")
+    part = path.with_name(f".joinables-{secrets.token_hex(8)}.part")
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             yield file
@@ -55,7 +49,8 @@ def replacing(path: Path, mode: int = 0o666, *, survives: bool = False) -> Gener
                 os.fsync(file.fileno())
         part.replace(path)
     except BaseException as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         if isinstance(error, OSError) and error.errno:
             error.filename = str(path)  # it has no name, or the name of the part
         raise
@@ -67,30 +62,8 @@ def replacing(path: Path, mode: int = 0o666, *, survives: bool = False) -> Gener
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return the context of a folder that only this user can open, and remove the folders of killed processes."""
-    _remove_left(Path(tempfile.gettempdir()))
-    return tempfile.TemporaryDirectory(prefix=_prefix(os.getpid()), ignore_cleanup_errors=True)
-
-
-def _prefix(process: object) -> str:
-    """Return the start of the names of all files and folders of a process of this machine."""
-    where = secrets.token_hex(8)
-    with suppress(OSError):  # without /proc, no process can be recognised
-        where = re.sub(r"\W", "", machine())
-    return f"joinables-{where}-{process}-"
-
-
-def _remove_left(folder: Path) -> None:
-    """Remove the files and folders in ``folder`` whose processes were killed."""
-    names = re.compile(r"\.?" + _prefix(r"(\d{1,9})"))
-    for left in folder.glob("*joinables-*"):
-        if found := names.match(left.name):
-            with suppress(OSError):  # the process runs for another user, or the file cannot be removed
-                try:
-                    os.kill(int(found[1]), 0)
-                except ProcessLookupError:
-                    shutil.rmtree(left, ignore_errors=True)
-                    left.unlink(missing_ok=True)
+    """Return the context of a folder that only this user can open."""
+    return tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True)
 
 
 def save(value: Any, write: Callable[[Any], object]) -> None:

@@ -336,3 +336,9 @@ class OnGroup(Joinable, JoinHook):
 
 class NothingListed(OnGroup, Burst):
     """Joinable of a block that lists nothing. It has no collectives; the block synchronises loops over iterate only."""
+
+
+class NothingAlone(NothingListed):
+    """The same joinable in a single process without a process group, where the block does nothing."""
+
+    communicates: ClassVar[bool] = False

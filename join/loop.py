@@ -113,7 +113,7 @@ class Loop(Lockstep, Iterable[T]):
             )
         super().__init__(channel)
         self._options = options
-        self.ahead = ReadAhead(loader, options.weigh)
+        self.ahead = ReadAhead(loader, options.weigh, options.resumable)
         """Batches that were read and not yielded."""
         self._template: Any = None  # the batch that dummies are made of
         self._length: int | None = None  # the number of steps, once the loop has begun, if all loaders have a length
@@ -123,12 +123,12 @@ class Loop(Lockstep, Iterable[T]):
     @property
     def is_open(self) -> bool:
         """Whether the loop has begun and not ended."""
-        return self.phase in (Phase.RUNNING, Phase.LEFT)
+        return self.phase in (Phase.READING, Phase.RUNNING, Phase.LEFT)
 
     @property
     def is_last_step(self) -> bool:
         """Whether the current step is the last one, on all ranks."""
-        if self.phase is not Phase.RUNNING or not self.step.number or self._rounds.begun < self._rounds.steps:
+        if self.phase is not Phase.RUNNING or self._rounds.begun < self._rounds.steps:
             return False
         return self.ahead.error is None and self._rounds.is_last(
             f"asked in step {self.step.number} whether it is the last"
@@ -155,7 +155,7 @@ class Loop(Lockstep, Iterable[T]):
                     self.channel.late_use.begin_step()
                 yield self._make_dummy() if self.step.is_dummy else self._next_batch()
         finally:
-            if self.phase is Phase.RUNNING:  # after a break, or an error that the block may handle
+            if self.phase in (Phase.READING, Phase.RUNNING):  # after a break, or an error that the block may handle
                 # It leaves the loop before its next announcement, because an exception here would be lost.
                 self.phase, self.channel.step = Phase.LEFT, PLAIN
 
@@ -164,8 +164,9 @@ class Loop(Lockstep, Iterable[T]):
     def _begin_step(self) -> bool:
         """Begin the next step; return whether there is one."""
         phase = self.phase
-        if phase is Phase.RUNNING:
+        if phase in (Phase.READING, Phase.RUNNING):
             self.end_step()  # first, since a rank whose body handled an error that ends the block must send nothing
+            self.phase = Phase.READING
         elif phase is Phase.NEW:
             self._begin()
         elif phase is Phase.SUPERSEDED:
@@ -197,6 +198,7 @@ class Loop(Lockstep, Iterable[T]):
             self.wait_for_all(f"reached step {progress.steps} of join.iterate")
         step = self._rounds.next_step(self.step, held[0][1] if held else 0.0)
         self.step = channel.step = step  # from here on, an error belongs to this step
+        self.phase = Phase.RUNNING
         if not step.contributors:
             return
         before, self.last_with_data = self.last_with_data, step
@@ -436,8 +438,9 @@ class Batches(Iterable[T]):
         late = name in ("load_state_dict", "set_epoch") and self.join_loop.ahead.source is not None
         if late or name == "state_dict":
             raise AttributeError(
-                f"join.iterate(loader) has no {name}, because it reads batches ahead of the loop body. Save"
-                " join.loader_state(). Call load_state_dict and set_epoch before the first step. [J684]"
+                f"join.iterate(loader) has no {name}, because it reads batches ahead of the loop body. Pass"
+                " resumable=True and save join.loader_state(). Call load_state_dict and set_epoch before the first"
+                " step. [J684]"
             )
         return getattr(object.__getattribute__(self, "join_loader"), name)
 

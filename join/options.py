@@ -13,10 +13,13 @@ from join.errors import wrong_kind, wrong_value
 class Options:
     """Arguments of ``Join.iterate`` without the loader, and settings of its block as keywords.
 
+    Keywords are not compared between ranks.
+
     Attributes:
         throw: Whether all ranks raise an exception as soon as one is out of data.
         over_all_ranks: Whether gradients are a mean over all ranks, including those without data. It has no effect if
             batches are weighed.
+        resumable: Whether this rank keeps the states of its loader, an argument of ``Join.iterate``, too.
         copies: With ``enable=False``, the number of ranks that are assumed to have the batches of this rank, itself
             included; otherwise 1.
 
@@ -34,6 +37,7 @@ class Options:
     window: int | Literal["all"]
     fill_window: bool
     _: KW_ONLY
+    resumable: bool = False
     throw: bool = False
     over_all_ranks: bool = True
     copies: int = 1

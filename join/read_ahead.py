@@ -22,27 +22,37 @@ def length_of(loader: Iterable[Any]) -> int | None:
 class ReadAhead:
     """Batches of one rank that were read and not yet used.
 
-    A loader with ``state_dict`` is asked for its state after each batch, because it has no record of earlier states.
+    A resumable loader is asked for its state after each batch, because it has no record of earlier states.
 
     Args:
         loader: Any iterable of batches.
         weigh: A function that returns the weight of a batch; with ``None``, every batch weighs 1.
+        resumable: Whether to keep the states of the loader.
+
+    Raises:
+        TypeError: If the loader has no ``state_dict``, but is to be resumable.
     """
 
-    def __init__(self, loader: Iterable[Any], weigh: Callable[[Any], Any] | None) -> None:
+    def __init__(self, loader: Iterable[Any], weigh: Callable[[Any], Any] | None, resumable: bool) -> None:
+        self._name, self._resumable = type(loader).__name__, resumable
+        if resumable and not callable(getattr(loader, "state_dict", None)):
+            raise TypeError(
+                "join.iterate(..., resumable=True) needs a loader with state_dict and load_state_dict, but"
+                f" {self._name} has no state_dict. Use torchdata's StatefulDataLoader, or count the batches in your"
+                f" loop. If the {self._name} wraps a loader that has them, write wrapper.state_dict = loader.state_dict"
+                " before the loop. [J075]"
+            )
         self.loader: Iterable[Any] = loader
-        self._name = type(loader).__name__
         self.source: Iterator[Any] | None = None
         """Iterator of the loader, from the first read on, since a script may set the epoch before."""
         self.ended = False
         """Whether the loader has no batches beyond those read."""
         self.held: deque[tuple[Any, float, Any]] = deque()
-        """Batches that were read and not yet used, the oldest first; each with its weight, and the loader's state after
-        it if the loader has one."""
+        """Batches that were read and not yet used, the oldest first; each with its weight, and the state after it of a
+        resumable loader."""
         self._weigh = weigh
         self.error: BaseException | None = None
         """Exception or interrupt of the loader, which is not asked for batches again."""
-        self._has_state = callable(getattr(loader, "state_dict", None))
         self._state_at_end: Any = None
         self.state: Any = None
         """The loader's state after the batch that was taken from ``held`` last."""
@@ -62,9 +72,9 @@ class ReadAhead:
             try:
                 if self.source is None:
                     self.source = iter(self.loader)
-                    self.state = self._copy_state() if self._has_state else None
+                    self.state = self._copy_state() if self._resumable else None
                 batch = next(self.source, self)
-                state = self._copy_state() if self._has_state else None
+                state = self._copy_state() if self._resumable else None
                 if batch is self:  # the default of next(), so the loader has no more batches
                     self.ended, self._state_at_end = True, state
                     return
@@ -80,15 +90,13 @@ class ReadAhead:
         loader usually begins its next epoch.
 
         Raises:
-            TypeError: If the loader has no ``state_dict``.
-            JoinError: If ``state_dict`` raised an exception.
+            JoinError: If the loader is not resumable, or if ``state_dict`` raised an exception.
         """
-        if not self._has_state:
-            raise TypeError(
-                f"join.loader_state() needs a loader with state_dict and load_state_dict, but {self._name} has no"
-                " state_dict. Use torchdata's StatefulDataLoader, or count the batches in your loop. If the"
-                f" {self._name} wraps a loader that has them, write wrapper.state_dict = loader.state_dict before the"
-                " loop. [J075]"
+        if not self._resumable:
+            raise JoinError(
+                f"join.loader_state() has no state of the {self._name}, because the loop keeps states only if it is"
+                " asked to: each step then calls the loader's state_dict. Write join.iterate(loader, resumable=True)."
+                " [J795]"
             )
         if isinstance(self.state, Exception):
             raise JoinError(

@@ -1,9 +1,9 @@
 """Forwards on dummies: :class:`DummyForward`.
 
 *Modules that cannot take an empty batch.* In a loop over ``Join.iterate``, a rank without data runs such a module on
-the arguments of its last call with data. If the rank never had data, it runs the module on rows of ones. It returns the
-outputs with length 0 (a number, such as a loss, becomes 0), and backward through them produces gradients of 0. Each
-rank does this by itself, without sending anything.
+the arguments of its last call with data in this loop. If the rank had no data in the loop, it runs the module on rows
+of ones. It returns the outputs with length 0 (a number, such as a loss, becomes 0), and backward through them produces
+gradients of 0. Each rank does this by itself, without sending anything.
 
 A DDP module is called with the empty batch first, since its forward has sent nothing when it raises. A sharded module
 may have issued some of its collectives by then, so it is never called with an empty batch.
@@ -31,7 +31,7 @@ from zlib import crc32
 import torch
 
 from join import JoinError, ProtocolError
-from join.batch import has_empty_tensor, map_tensors, tensors_in
+from join.batch import PLAIN, has_empty_tensor, map_tensors, tensors_in
 from join.collectives import Collective
 from join.collectives._torch_private import Writes, after_backward, writes_to
 from join.collectives.base import as_bytes
@@ -67,8 +67,8 @@ class DummyForward:
         # Layers that compute with the samples of all ranks. Samples that replace an empty dummy would count there. The
         # layers' buffers stay equal on all ranks, as they change on dummies too.
         self._norms = synchronised_norms(module)
-        self._calls: list[Arguments] = []  # the calls of the last step with data, in order
-        self._step = self._number = 0
+        self._calls: list[Arguments] = []  # the calls of the last step with data in the current loop, in order
+        self._step, self._number = PLAIN, 0  # the step of the last call, and the number of its calls so far
         self._has_any = False  # whether there were own tensors in the last forward on a dummy
         self.is_kept = False
         """Whether own tensors were copied for the current forward or backward on a dummy, and are not restored yet."""
@@ -90,8 +90,8 @@ class DummyForward:
         """
         channel = self._channel
         is_last = channel.step.may_be_last
-        if channel.step.number != self._step:
-            self._step, self._number = channel.step.number, 0
+        if channel.step is not self._step:
+            self._step, self._number = channel.step, 0
             if is_last:
                 self._calls = []
         self._number += 1
@@ -163,7 +163,7 @@ class DummyForward:
         """Record the own tensors that may be copied when the loop ends; called on all ranks in its first step."""
         if self._channel.step.number > 1:
             return
-        self._changed, self.is_kept, self._at_start = set[str](), False, {}
+        self._calls, self._changed, self.is_kept, self._at_start = [], set[str](), False, {}
         for own in self._own_tensors():
             for name, each in own.items():
                 if is_plain(each) and (self._compares or isinstance(each, torch.nn.Parameter)):

@@ -7,11 +7,10 @@ mode of a module's parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
-from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,6 @@ from typing_extensions import override
 
 from join.batch import tensors_in
 from join.collectives._torch_private import pytree
-from join.transfer import Inbox
 from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled
 
 
@@ -134,29 +132,3 @@ def hides_tensors(tree: Any) -> bool:
     plain = (torch.Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
     leaves = pytree.tree_leaves(tree)
     return any(not (leaf is None or isinstance(leaf, plain) or is_dataclass(leaf)) for leaf in leaves)
-
-
-def adopt_gradients(
-    inbox: Inbox, parameters: Sequence[torch.nn.Parameter], present: Sequence[bool], sent: Any, *, keeps: bool
-) -> None:
-    """Let parameters receive the gradients of another rank.
-
-    Gradients that fit are overwritten, as they may be views of buckets.
-
-    Args:
-        inbox: The inbox that receives them.
-        parameters: The parameters, equal on all ranks.
-        present: Whether the other rank has a gradient, for each parameter. The other parameters have no gradient
-            afterwards.
-        sent: The skeleton of these gradients.
-        keeps: Whether this rank keeps its own gradients.
-    """
-    if keeps:
-        inbox.fill(sent, keeps=True)
-        return
-    held = [(parameter, parameter.grad) for parameter in compress(parameters, present)]
-    # A hook that compresses gradients may have left one of another dtype.
-    own = [torch.zeros_like(each) if grad is None or grad.dtype != each.dtype else grad for each, grad in held]
-    gradients = iter(inbox.fill(sent, own))
-    for parameter, is_present in zip(parameters, present, strict=True):
-        parameter.grad = next(gradients) if is_present else None

@@ -19,7 +19,7 @@ rank has its own buffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral, Real
 from typing import Any, Protocol, cast
@@ -117,13 +117,13 @@ class OptimizerState(Silent):
         groups, parameters = without_params(optimizer.param_groups), parameters_of(optimizer)
         states = self._states(parameters)
         shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
-        why_not = unlike_others((groups, states, parameters))
+        why_not = unlike_others((groups, states)) or _first_unlike(parameters)
         values: Mapping[str, Any] = self.equal_values() if keeps else {}
         counters = dict(numbers_in(optimizer).items() - self._entered_with.items())
-        inbox = yield ([], {}) if why_not else (groups, states), (shapes, counters, values, bool(why_not))
+        inbox = yield ([], {}) if why_not else (groups, states), (str(shapes), counters, values, bool(why_not))
         (their_groups, their_states), (their_shapes, counters, equal, refused) = inbox.skeleton
         if not (why_not or refused):
-            why_not = self._why_not(states, their_states, shapes, their_shapes)
+            why_not = self._why_not(states, their_states, str(shapes), their_shapes)
         if not why_not and keeps:
             ranks = {source: equal, self._collective.rank: values}
             why_not = differences({rank: [(self.join_name, held)] for rank, held in ranks.items()})
@@ -148,7 +148,7 @@ class OptimizerState(Silent):
         for key, state in states.items():
             self._optimizer.state[parameters[key] if isinstance(key, int) else key] = state
 
-    def _why_not(self, own: dict[Any, Any], theirs: dict[Any, Any], own_shapes: Any, their_shapes: Any) -> str:
+    def _why_not(self, own: dict[Any, Any], theirs: dict[Any, Any], own_shapes: str, their_shapes: str) -> str:
         """Return the reason why this rank cannot load the state of the last joiner; "" if it can."""
         if own_shapes != their_shapes:
             return f"it has parameter groups of shapes {own_shapes}, but the last rank with data has {their_shapes}"
@@ -352,7 +352,11 @@ _PLAIN = torch.Tensor, torch.nn.Parameter
 
 def unlike_others(tree: Any) -> str:
     """Return the reason why a tensor in ``tree`` cannot be sent, such as a shard of several ranks; "" if all can."""
-    for leaf in pytree.tree_leaves(tree):
+    return _first_unlike(pytree.tree_leaves(tree))
+
+
+def _first_unlike(leaves: Iterable[object]) -> str:
+    for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and (type(leaf) not in _PLAIN or leaf.layout is not torch.strided):
             return f"it holds a {leaf.layout} tensor of type {type(leaf).__name__}, which is not a plain tensor"
     return ""
@@ -360,4 +364,4 @@ def unlike_others(tree: Any) -> str:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is dense, and not of a subclass."""
-    return not unlike_others(tensor)
+    return not _first_unlike([tensor])

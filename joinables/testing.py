@@ -27,11 +27,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from numbers import Number
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -44,6 +44,7 @@ from join.collectives._torch_private import pytree
 from join.collectives.broken import is_broken
 from join.errors import JoinTimeoutError, PeerError, described
 from join.files import replacing, temporary_folder
+from joinables.processes import ended, ending_forks, start, wait_for_all
 
 __all__ = ["NotExact", "RankFailed", "assert_equals_one_process", "run_ranks", "uneven"]
 
@@ -52,6 +53,7 @@ T = TypeVar("T")
 _OWN_FRAME = f'  File "{__file__}"'
 _NO_LIMIT = 1e6  # seconds
 _BEYOND_LIMIT = 60.0  # seconds after the limit when operations of a rank expire; until then it shows its stack
+_TO_SHOW = 2.0  # seconds that a rank has to write its stack
 _AFTER_FAILURE = 10.0  # seconds that a rank waits before it ends, if another rank has caused its failure
 
 
@@ -81,7 +83,7 @@ def run_ranks(
 
     Each rank is a new process of this machine, with the default process group set up. It computes on one thread. When
     this function returns or raises an exception, none of these processes runs any more, nor any process that they have
-    started.
+    started. A process that ``fn`` forks is not a rank. If it leaves ``fn``, it ends.
 
     Example::
 
@@ -114,12 +116,10 @@ def run_ranks(
     """
     limit = checked_timeout(timeout) or _NO_LIMIT
     call = (fn, args) if start_method == "fork" else _pickled(fn, args)
-    start = cast("Any", torch.multiprocessing).start_processes
     with temporary_folder() as name:
-        how = call, world_size, name, backend, limit
-        ranks = start(_work, how, world_size, join=False, start_method=start_method).processes
         results = [Path(name, f"result-{rank}") for rank in range(world_size)]
-        failed, running = _wait(ranks, results, limit)
+        with _started(start_method, call, world_size, name, backend, limit) as ranks:
+            failed, running = _wait(ranks, results, limit)
         if not (failed or running):
             return [pickle.loads(result.read_bytes()) for result in results]
         texts = [_text(rank, ranks[rank].exitcode if failed else None, Path(name)) for rank in failed or running]
@@ -141,29 +141,37 @@ def _pickled(*call: Any) -> bytes:
         ) from error
 
 
-def _wait(ranks: Sequence[Any], results: Sequence[Path], limit: float) -> tuple[list[int], list[int]]:
-    """Wait until all ranks end, until one ends without a result, or for ``limit`` seconds. Then end all ranks.
+@contextmanager
+def _started(method: str, call: Any, world_size: int, *how: Any) -> Generator[list[BaseProcess]]:
+    """Return the context of new ranks. It ends all of them, and the processes that they have started."""
+    ranks: list[BaseProcess] = []
+    try:
+        for rank in range(world_size):
+            ranks.append(start(_work, rank, call, world_size, *how, method=method))
+        yield ranks
+    finally:
+        for process in ranks:
+            with suppress(ProcessLookupError):  # the rank has left no process
+                os.killpg(cast("int", process.pid), signal.SIGKILL)
+            process.kill()
+            process.join()
+
+
+def _wait(ranks: Sequence[BaseProcess], results: Sequence[Path], limit: float) -> tuple[list[int], list[int]]:
+    """Wait until all ranks end, until one ends without a result, or until ``limit``, when ranks write their stacks.
 
     Returns:
         Lists of the ranks without a result: ranks that ended, and ranks that still ran.
     """
-    running, deadline = {process.sentinel: rank for rank, process in enumerate(ranks)}, time.monotonic() + limit
-    failed: list[int] = []
-    try:
-        while running and not failed and (left := deadline - time.monotonic()) > 0:
-            ended = [running.pop(sentinel) for sentinel in connection.wait(list(running), left)]
-            failed = [rank for rank in ended if not results[rank].exists()]
-        for rank in () if failed else running.values():
-            os.kill(ranks[rank].pid, signal.SIGUSR2)
-        for rank in () if failed else running.values():
-            ranks[rank].join(2.0)
-    finally:
-        for process in ranks:
-            with suppress(ProcessLookupError):  # the rank has left no process
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.join()
-    return failed, sorted(running.values())
+    running, deadline = {process: rank for rank, process in enumerate(ranks)}, time.monotonic() + limit
+    while running and (left := deadline - time.monotonic()) > 0:
+        gone = [running.pop(process) for process in ended(running, left)]
+        if failed := [rank for rank in gone if not results[rank].exists()]:
+            return failed, []
+    for process in running:
+        os.kill(cast("int", process.pid), signal.SIGUSR2)
+    wait_for_all(running, _TO_SHOW)
+    return [], sorted(running.values())
 
 
 def _text(rank: int, code: int | None, folder: Path) -> str:
@@ -185,7 +193,6 @@ def _cause(rank: int, text: str, folder: Path) -> str:
 def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limit: float) -> None:
     """Run the function as one rank."""
     os.setsid()  # so that the processes that it starts can be ended with it
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch.multiprocessing sends it when the parent ends
     trace = Path(folder, f"trace-{rank}").open("w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR2, trace, all_threads=False, chain=True)
     torch.set_num_threads(1)
@@ -194,7 +201,8 @@ def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limi
         fn, args = pickle.loads(call) if isinstance(call, bytes) else call
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
         group = dist.group.WORLD  # one of its own threads must not free it
-        result = pickle.dumps(fn(rank, *args))
+        with ending_forks():
+            result = pickle.dumps(fn(rank, *args))
     except BaseException as error:
         traceback.print_exc(file=trace)
         trace.flush()

@@ -26,6 +26,7 @@ from join import Join
 from join.collectives._torch_private import remove_last
 from joinables._torch.autograd import variable_of
 from joinables._torch.objects import is_scheduled
+from joinables._torch.reducer import held_parameters
 from joinables.adapter import Silent
 from joinables.state import parameters_of
 
@@ -48,7 +49,7 @@ class Unlisted(Silent):
         self._is_uneven = False
         self._stepped = WeakSet[torch.optim.Optimizer]()
         self._scalers = WeakSet[torch.amp.GradScaler]()
-        self._unseen = set(map(id, self._target.parameters()))  # the parameters that no optimizer has stepped
+        self._unseen = set(map(id, held_parameters(self._target)))  # the parameters that no optimizer has stepped
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
         self._listed = {id(target): target for target in targets}
         optimizers = [target for target in targets if isinstance(target, torch.optim.Optimizer)]
@@ -78,7 +79,7 @@ class Unlisted(Silent):
     @override
     def post_hook(self, is_last_joiner: bool) -> None:
         if self._is_uneven:
-            own = {id(parameter) for parameter in self._target.parameters()}
+            own = set(map(id, held_parameters(self._target)))
             for optimizer in [each for each in self._stepped if own.intersection(map(id, parameters_of(each)))]:
                 self._check(optimizer)
 

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from typing_extensions import override
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.ending import Ending
 from tests.pool import Pool
+from tests.selection import ALL, NIGHT
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -28,14 +30,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests train on the CPU, and torch, the trainer and the frameworks take GPUs where they find any.
 if os.environ.get("TESTS") != "gpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
+# Or an example fails that takes a fifth of a second, as on a busy machine.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 TOGETHER = (
     "tests/accelerator/test_failures.py",
     "tests/two_hosts/",
     "tests/join/failure/test_ends.py",
+    "tests/join/failure/test_hang.py",
+    "tests/join/failure/test_stopped.py",
     "tests/joinables/test_dummy_forward.py",
     "tests/docs/test_site.py",
+    "tests/test_readme.py::test_tracebacks",
     METRICS := "tests/joinables/metrics/",
 )
 """Tests that need the same costly thing, or run several at once, by how their names begin."""
@@ -56,7 +63,12 @@ LONG = ("tests/joinables/trainer/", "tests/test_scripts.py", "tests/test_wheel.p
 """Tests that wait for new interpreters: were they the last ones, workers would run out of others to run beside them."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not NIGHT and not any("::" in arg for arg in config.args):
+        marks = ("at_night",) if ALL else ("at_night", "in_test_all")
+        left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     if "PYTEST_XDIST_WORKER" in os.environ:
         long = [item for item in items if item.nodeid.startswith(LONG)]
         short = [item for item in items if not item.nodeid.startswith(LONG)]

@@ -1,13 +1,15 @@
 """Ranks that end as scripts do: an exception leaves the process, and the interpreter takes itself down.
 
 Importing torch takes seconds, so one process does it and is forked for each rank. What it forks runs to the end of the
-program like any script; it is judged from outside.
+program like any script; it is judged from outside. In ``make test``, what C++ frees after the interpreter's end is left
+to the system, since that takes a tenth of a second.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import importlib
@@ -15,6 +17,7 @@ import itertools
 import os
 import pickle
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +29,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from tests.selection import ALL
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,21 @@ class Ending:
             [sys.executable, "-m", "tests.ending"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._ended: dict[int, tuple[int, float]] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="ending-"))
+        self._calls = itertools.count()
+        self._started: list[Running] = []
 
     def _ask(self, request: Any) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
-        pickle.dump(request, self._process.stdin)
-        self._process.stdin.flush()
-        return pickle.load(self._process.stdout)
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, [signal.SIGALRM]
+        )  # of pytest-timeout: the next answer would be this one
+        try:
+            pickle.dump(request, self._process.stdin)
+            self._process.stdin.flush()
+            return pickle.load(self._process.stdout)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
 
     def run(self, fn: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
         """What ``fn(rank, *args)`` returns on each rank, whose process then ends; ``how`` as for :meth:`start`."""
@@ -122,14 +136,16 @@ class Ending:
             ranks: how many there are.
             over_group: whether headers go over the process group, as between machines.
             group: whether the default process group is set up.
-            tidies: whether a rank that has returned frees all that was imported; a fifth of a second of CPU.
+            tidies: whether a rank that has returned ends as the interpreter does; a tenth of a second of CPU.
             limit: seconds, after which those that have not ended print their stacks and are killed.
             backend: of the default process group; with "nccl" it is told the GPU of its rank.
             prepare: what a rank does with its number ahead of its process group.
         """
-        folder = tempfile.TemporaryDirectory(prefix="ending-")
-        call = _Call(fn, args, ranks, over_group, group, tidies, Path(folder.name), backend, prepare)
-        return Running(self, folder, call, self._ask(pickle.dumps(call)), time.monotonic() + limit)
+        folder = self._folder / str(next(self._calls))
+        folder.mkdir()
+        call = _Call(fn, args, ranks, over_group, group, tidies, folder, backend, prepare)
+        self._started.append(Running(self, call, self._ask(pickle.dumps(call)), time.monotonic() + limit))
+        return self._started[-1]
 
     def look(self) -> dict[int, tuple[int, float]]:
         """By number of the rank that has ended, of all that were started here: its exit code, and when that was."""
@@ -137,8 +153,11 @@ class Ending:
         return self._ended
 
     def close(self) -> None:
-        """End the process; those of ranks go on."""
+        """End the process, and ranks that no test has waited for."""
+        for running in self._started:
+            running.end_by_force()
         self._process.communicate(timeout=10)
+        shutil.rmtree(self._folder)
 
 
 @dataclass
@@ -146,7 +165,6 @@ class Running:
     """Ranks that were started by :meth:`Ending.start`."""
 
     _ending: Ending
-    _folder: tempfile.TemporaryDirectory[str]
     _call: _Call
     _started: list[tuple[int, int]]
     """The ranks' numbers, of which no two started here have the same, and process ids, which are used again."""
@@ -158,24 +176,31 @@ class Running:
         Raises:
             AssertionError: if a rank has forked processes that go on without it.
         """
-        deadline = self._deadline
-        while left := [pid for number, pid in self._started if number not in self._ending.look()]:
-            if time.monotonic() > deadline:
-                self._end_by_force(left)
-                deadline = float("inf")
-            time.sleep(0.02)
+        try:
+            while self._left() and time.monotonic() < self._deadline:
+                time.sleep(0.02)
+        finally:  # also where a time limit of pytest's ends the test
+            self.end_by_force()
         ended, call = self._ending.look(), self._call
-        with self._folder:
-            for rank in range(call.ranks):
-                assert call.leaves_nobody(rank), f"processes that rank {rank} has forked are still there"
-            return [End(*ended[number], *call.came_out(rank)) for rank, (number, _) in enumerate(self._started)]
+        for rank in range(call.ranks):
+            assert call.leaves_nobody(rank), f"processes that rank {rank} has forked are still there"
+        found = [End(*ended[number], *call.came_out(rank)) for rank, (number, _) in enumerate(self._started)]
+        shutil.rmtree(call.folder)
+        return found
 
-    def _end_by_force(self, pids: list[int]) -> None:
-        for number in (signal.SIGUSR1, signal.SIGKILL):
-            for pid in pids:
+    def _left(self) -> list[int]:
+        """The process ids of ranks that have not ended."""
+        return [pid for number, pid in self._started if number not in self._ending.look()]
+
+    def end_by_force(self) -> None:
+        """End ranks that have not ended; they print their stacks first."""
+        for number in (signal.SIGUSR1, signal.SIGKILL) if self._left() else ():
+            for pid in self._left():
                 with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                     os.kill(pid, number)
             time.sleep(0.5)
+        while self._left():
+            time.sleep(0.02)
 
 
 @dataclass(frozen=True)
@@ -218,6 +243,9 @@ class _Call:
             os.dup2(os.open(self.folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         faulthandler.register(signal.SIGUSR1)
+        if not ALL:
+            c = ctypes.CDLL(None)
+            c.on_exit(c._exit, None)
         os.environ["JOIN_SHARED_MEMORY"] = "0" if self.over_group else "1"
         if self.prepare is not None:
             self.prepare(rank)

@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,37 +96,44 @@ class Pool:
         With ``backend="nccl"`` the group is told the GPU of its rank; with "simccl" it is told the device if it is to
         be ``bound``. Headers go through shared memory, or ``over_group``, as they do between machines.
         """
-        self._start()
-        workers = self._workers[:ranks]
         with tempfile.TemporaryDirectory() as folder:
-            for rank, worker in enumerate(workers):
-                how = _Call(fn, args, rank, ranks, str(Path(folder) / "store"), backend, over_group, bound)
-                worker.pipe.send(how)
-            results: dict[int, tuple[bool, Any]] = {}
-            deadline = time.monotonic() + timeout
-            pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
-            while pending and time.monotonic() < deadline:
-                ready: list[Any] = multiprocessing.connection.wait(list(pending), timeout=0.5)
-                for pipe in ready:
-                    rank = pending.pop(pipe)
-                    try:
-                        results[rank] = pickle.loads(pipe.recv_bytes())
-                    except EOFError:
-                        workers[rank].process.join(5)
-                        results[rank] = (False, f"rank {rank} died with exit code {workers[rank].process.exitcode}")
-                        deadline = min(deadline, time.monotonic() + 5)
-                if any(not ok for ok, _ in results.values()):
-                    deadline = min(deadline, time.monotonic() + 10)  # the others may hang now; the cause is known
-            if pending:
-                self.close(dump=True)
-            failed = "\n".join(f"-- rank {rank}\n{text}" for rank, (ok, text) in sorted(results.items()) if not ok)
-            if failed:
+            call = partial(_Call, fn, args, ranks=ranks, path=str(Path(folder) / "store"))
+            calls = [call(rank, backend=backend, over_group=over_group, bound=bound) for rank in range(ranks)]
+            try:
+                return self._run(calls, timeout)
+            except BaseException:  # also of a time limit of pytest's: the next test gets ranks that do nothing else
                 self.close()
-                raise RankFailed(failed)
-            if pending:
-                raise RankHung(f"ranks {sorted(pending.values())} did not return within {timeout:g} s")
-            self._end_groups(workers)
-        return [results[rank][1] for rank in range(ranks)]
+                raise
+
+    def _run(self, calls: list[_Call], timeout: float) -> list[Any]:
+        self._start()
+        workers = self._workers[: len(calls)]
+        for worker, call in zip(workers, calls, strict=True):
+            worker.pipe.send(call)
+        results: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        while pending and time.monotonic() < deadline:
+            ready: list[Any] = multiprocessing.connection.wait(list(pending), timeout=0.5)
+            for pipe in ready:
+                rank = pending.pop(pipe)
+                try:
+                    results[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    workers[rank].process.join(5)
+                    results[rank] = (False, f"rank {rank} died with exit code {workers[rank].process.exitcode}")
+                    deadline = min(deadline, time.monotonic() + 5)
+            if any(not ok for ok, _ in results.values()):
+                deadline = min(deadline, time.monotonic() + 10)  # the others may hang now; the cause is known
+        if pending:
+            self.close(dump=True)
+        failed = "\n".join(f"-- rank {rank}\n{text}" for rank, (ok, text) in sorted(results.items()) if not ok)
+        if failed:
+            raise RankFailed(failed)
+        if pending:
+            raise RankHung(f"ranks {sorted(pending.values())} did not return within {timeout:g} s")
+        self._end_groups(workers)
+        return [results[rank][1] for rank in range(len(calls))]
 
     def _end_groups(self, workers: list[_Worker]) -> None:
         """Only once all are done: a rank that is done early would close connections that others are still making."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import weakref
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -21,6 +22,10 @@ with suppress(ImportError):  # where the framework is not installed
 torch = import_module("torch")
 # Or two threads of a fork's first backward renew torch's pool of threads at once, and one of them finds none.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
+# Or each fork takes torch's operators out of their tables when it ends, and copies the memory that it writes to.
+finalizers: Any = weakref.finalize
+for finalizer in list(finalizers._registry):
+    finalizer.atexit = False
 # Or each fork frees all of it when it ends, and first looks through it for cycles: half a second each.
 kept: list[Any] = [dict(vars(module)) for module in list(sys.modules.values())]
 kept.append(kept)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import cache
 
 import pytest
 
-from docs.errors import EXAMPLES, HEIRS, KINDS, PAGE, page, texts
+from docs.errors import EXAMPLES, HEIRS, KINDS, PAGE, Text, page, texts
 from join import Join
 
-TEXTS = list(texts())
-CODES = Counter(code for text in TEXTS for code in text.codes)
+
+@cache
+def all_texts() -> tuple[list[Text], Counter[str]]:
+    """All texts, and how many have each code."""
+    found = list(texts())
+    return found, Counter(code for text in found for code in text.codes)
+
 
 BAD_FORMS = {
     r"; ": "write a full stop instead of the semicolon",
@@ -24,10 +30,11 @@ BAD_FORMS = {
 
 
 def test_each_text_has_a_code_of_its_own_and_a_fix() -> None:
-    free = int(max(*CODES, *HEIRS).removeprefix("J")) + 1
-    for text in TEXTS:
+    found, codes = all_texts()
+    free = int(max(*codes, *HEIRS).removeprefix("J")) + 1
+    for text in found:
         assert len(text.codes) == 1, f"end it with [J{free:03d}]: {text.words}"
-        assert CODES[text.codes[0]] == 1, f"[{text.codes[0]}] belongs to another text too. Take [J{free:03d}]"
+        assert codes[text.codes[0]] == 1, f"[{text.codes[0]}] belongs to another text too. Take [J{free:03d}]"
         assert bool(text.kind) != (text.codes[0] in KINDS), f"KINDS in docs/errors.py lacks its class: {text.words}"
         assert len(text.sentences) > 1, f"say what to do, in a second sentence or in a comment above: {text.words}"
         assert re.search(r"[.?] \[J\d{3}\]", text.words), f"end the last sentence with a full stop: {text.words}"
@@ -40,19 +47,20 @@ def test_the_page_is_generated_from_the_code() -> None:
 
 
 def test_a_code_of_an_earlier_version_leads_to_one_of_now() -> None:
-    assert not HEIRS.keys() & CODES.keys() and set(HEIRS.values()) <= CODES.keys()
+    codes = all_texts()[1].keys()
+    assert not HEIRS.keys() & codes and set(HEIRS.values()) <= codes
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_an_example_is_code_for_a_known_error(code: str) -> None:
     compile(EXAMPLES[code], code, "exec")
-    assert code in CODES and f"[{code}]" in EXAMPLES[code] and "# works" in EXAMPLES[code]
+    assert code in all_texts()[1] and f"[{code}]" in EXAMPLES[code] and "# works" in EXAMPLES[code]
 
 
 def test_an_error_is_on_the_page_as_it_is_raised() -> None:
     with pytest.raises(ValueError, match=r"Join\(\[\]\)") as caught:
         Join([])
-    (text,) = [text for text in TEXTS for code in text.codes if f"[{code}]" in str(caught.value)]
+    (text,) = [text for text in all_texts()[0] for code in text.codes if f"[{code}]" in str(caught.value)]
     assert (text.kind, text.path.name) == ("ValueError", "arguments.py")
     assert str(caught.value) == text.words
     happened, *others = text.sentences

@@ -8,24 +8,28 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed.algorithms
-import torchmetrics
 from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
 import join
 
 ROOT = Path(join.__file__).parent.parent
 FILES = sorted(path for package in ("join", "joinables") for path in (ROOT / package).rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 PRIVATE_ROOMS = (
     ROOT / "joinables" / "_torch",
     ROOT / "join" / "collectives" / "_torch_private.py",
 )
+
+
+@cache
+def trees_of_files() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def name_of(path: Path) -> str:
@@ -51,7 +55,11 @@ def imported(tree: ast.AST, module: str, *, is_package: bool) -> set[str]:
     return found & MODULES
 
 
-GRAPH = {name_of(path): imported(TREES[path], name_of(path), is_package=path.name == "__init__.py") for path in FILES}
+@cache
+def graph() -> dict[str, set[str]]:
+    """The modules that each module imports."""
+    trees = trees_of_files().items()
+    return {name_of(path): imported(tree, name_of(path), is_package=path.name == "__init__.py") for path, tree in trees}
 
 
 def test_every_way_to_import_counts() -> None:
@@ -84,7 +92,7 @@ def circle_through(graph: dict[str, set[str]], start: str) -> list[str]:
 
 
 def test_no_module_imports_itself_by_a_circle() -> None:
-    assert [circle for module in sorted(MODULES) if (circle := circle_through(GRAPH, module))] == []
+    assert [circle for module in sorted(MODULES) if (circle := circle_through(graph(), module))] == []
 
 
 FLOORS = ["join.collectives", "join", "joinables", "joinables.trainer"]
@@ -97,14 +105,15 @@ def floor_of(module: str) -> int:
 
 
 def test_imports_run_downward() -> None:
-    pairs = [(module, each) for module in sorted(MODULES) for each in sorted(GRAPH[module])]
+    pairs = [(module, each) for module in sorted(MODULES) for each in sorted(graph()[module])]
     assert [(module, each) for module, each in pairs if floor_of(each) > floor_of(module)] == []
 
 
-def names_of_ours() -> set[str]:
+@cache
+def ours() -> set[str]:
     """The names that the packages define, set or delete."""
     found: set[str] = set()
-    for tree in TREES.values():
+    for tree in trees_of_files().values():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.add(node.name)
@@ -117,7 +126,6 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-OURS = names_of_ours()
 OF_TORCH = {
     name
     for each in (
@@ -140,7 +148,8 @@ OF_TORCH = {
 }
 OF_PYTHON = {name for each in (os, sys, atexit, NamedTuple("Tuple", [])) for name in dir(each)}
 OF_FRAMEWORKS = {
-    "joinables/metrics": set(dir(torchmetrics.SumMetric())),
+    # torchmetrics', which takes seconds to import.
+    "joinables/metrics": {"_computed", "_defaults", "_is_synced", "_reductions", "_update_count", "_wrap_compute"},
     # Lightning's, Accelerate's and Transformers', which are not installed here.
     "joinables/integrations/lightning": {"_DataFetcher", "_ResultCollection", "_mode", "_select_data_fetcher"},
     "joinables/integrations": {"_dataloaders", "_do_sync", "_get_num_items_in_batch", "_prepare_inputs", "_run_epoch"},
@@ -168,7 +177,7 @@ def wrong_names(tree: ast.AST, known: set[str]) -> list[str]:
     found = [
         f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
         for where, name, node in private_names(tree)
-        if name not in known and (name not in OURS or (name in OF_TORCH and where not in ("self", "cls", "super()")))
+        if name not in known and (name not in ours() or (name in OF_TORCH and where not in ("self", "cls", "super()")))
     ]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -187,7 +196,7 @@ def test_private_names_of_torch_live_in_one_room() -> None:
             continue
         folder = path.relative_to(ROOT).as_posix()
         known = OF_PYTHON.union(*(names for place, names in OF_FRAMEWORKS.items() if folder.startswith(place)))
-        assert wrong_names(TREES[path], known) == [], path
+        assert wrong_names(trees_of_files()[path], known) == [], path
 
 
 @pytest.mark.parametrize(
@@ -218,7 +227,7 @@ def makes_tensors(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def test_tensors_name_their_device() -> None:
-    calls = [(path, call) for path in FILES for call in makes_tensors(TREES[path])]
+    calls = [(path, call) for path in FILES for call in makes_tensors(trees_of_files()[path])]
     assert [f"{path}:{call.lineno}: {ast.unparse(call)}" for path, call in calls] == []
 
 
@@ -232,7 +241,7 @@ def test_pictures_show_functions_that_exist(picture: Path) -> None:
     """Else ``make pictures`` draws them anew."""
     functions = {
         f"{name_of(path).rpartition('.')[2]}.{node.name}"
-        for path, tree in TREES.items()
+        for path, tree in trees_of_files().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
     }

@@ -120,7 +120,8 @@ SIGNATURES = {
     "Join.close": "self, error=None",
     "Join.current": "process_group=None",
     "Join.is_open_on": "group",
-    "Join.iterate": "self, loader, until='all', *, dummy='empty', lookahead=1, weigh=None, window=1, fill_window=False",
+    "Join.iterate": "self, loader, until='all', *, dummy='empty', lookahead=1, weigh=None, window=1, fill_window=False,"
+    " resumable=False",
     "Join.loader_state": "self",
     "Join.mean": "self, value, weight=None",
     "Join.notify_join_context": "joinable",

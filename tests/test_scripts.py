@@ -1,6 +1,6 @@
 """The demo, the tutorials and the recipes run, say what they claim, and leave nothing behind; so does a benchmark.
 
-In ``make test`` most scripts run as ``tests/scripts.py`` has it, in ``make test-all`` as their users run them.
+In ``make test`` most scripts run as ``tests/scripts.py`` has it, in ``make test-night`` as their users run them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from docs.outputs import output_of, scripts
 from tests.ending import Ending
 from tests.scripts import as_script, complaints, run_forked
-from tests.selection import ALL, at_night
+from tests.selection import NIGHT, at_night
 from tests.versions import own_lines
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +42,7 @@ ELSEWHERE = {
     "13_ray": "it needs Ray; where that is installed, tests/integrations/ray runs it",
     "deepspeed_zero": "it needs DeepSpeed; where that is installed, tests/engines runs it",
 }
-SPAWNING = {"05_gan": "the trainer tells processes that it spawns how torch logs: make test-all"}
+SPAWNING = {"05_gan": "the trainer tells processes that it spawns how torch logs: make test-night"}
 
 
 @pytest.mark.parametrize("path", scripts(), ids=lambda path: path.stem)
@@ -51,9 +51,9 @@ def test_tutorial(ending: Ending, path: Path) -> None:
     assert path.parent.name != "recipes" or (ROOT / "docs" / "recipes" / f"{path.stem}.md").exists()
     if path.stem in ELSEWHERE:
         pytest.skip(ELSEWHERE[path.stem])
-    if path.stem in SPAWNING and not ALL:
+    if path.stem in SPAWNING and not NIGHT:
         pytest.skip(SPAWNING[path.stem])
-    told = run(str(path), timeout=220) if ALL else run_forked(ending, str(path))
+    told = run(str(path), timeout=220) if NIGHT else run_forked(ending, str(path))
     assert told.strip()
     if output_of(path).exists():
         assert words(told) == words(output_of(path).read_text()), "make outputs"
@@ -82,7 +82,7 @@ def test_what_a_user_writes_is_short() -> None:
 @pytest.mark.timeout(200)
 def test_demo(ending: Ending, tmp_path: Path) -> None:
     options = "--epochs", "2", "--out", str(tmp_path)
-    printed = run("-m", "demo", *options, timeout=190) if ALL else run_forked(ending, "demo", *options, limit=180)
+    printed = run("-m", "demo", *options, timeout=190) if NIGHT else run_forked(ending, "demo", *options, limit=180)
     assert "DDP + Adam" in printed
     assert sorted(each.name for each in tmp_path.iterdir()) == ["result.json", "timeline.png"]
     result = json.loads((tmp_path / "result.json").read_text())

@@ -77,8 +77,9 @@ def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
 
     A parameter keeps its node while it is frozen and thawed. Replaces ``get_gradient_edge`` for frozen parameters.
     """
-    with thawed(parameters):
-        return [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+    with thawed(parameters), torch.enable_grad():
+        views = [parameter.view_as(parameter) for parameter in parameters]
+    return [view.grad_fn.next_functions[0][0] for view in views]  # pyright: ignore[reportOptionalMemberAccess]
 
 
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id

@@ -42,6 +42,7 @@ Blocks that are open at the same time on one process group share one channel, wh
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -96,6 +97,8 @@ class Channel:
 
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
+        self.thread = threading.current_thread()
+        """The thread that has entered the first block."""
         self.roster = self._empty_roster = Roster((), collective.world_size)
         self.guard = Guard(collective, self.progress, self._look_for_skipped)
         self.headers = Headers(collective, self.guard, self.roster)
@@ -103,7 +106,7 @@ class Channel:
         self.loop: Lockstep | None = None
         """The loop over ``Join.iterate`` that has begun and not ended on all ranks, if any."""
         self.step = PLAIN
-        """The step in whose body this rank is; ``PLAIN`` outside a body, and after a ``break``."""
+        """The step in whose body this rank is, or was before it read; ``PLAIN`` outside, and after a ``break``."""
         self.loops = 0
         """The number of loops over ``Join.iterate`` that have begun on this channel."""
         self.late_use: LateUse | None = None
@@ -117,6 +120,11 @@ class Channel:
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
         self._last_place = Progress()  # this rank's progress at the end of the last loop
         self._last_step = PLAIN  # the last step of that loop in which a rank had data
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this rank runs the body of a loop, on a batch or a dummy: not while the loop begins, or reads."""
+        return self.loop is not None and self.loop.phase is Phase.RUNNING
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -461,8 +469,10 @@ class Phase(Enum):
 
     NEW = auto()
     """The loop has not begun, and has sent nothing."""
+    READING = auto()
+    """The loop reads batches: before its first step, and between two steps."""
     RUNNING = auto()
-    """This rank is in the loop body, or between two steps."""
+    """This rank is in the loop body, in a step."""
     LEFT = auto()
     """This rank has left the loop body by ``break``, and waits for no other rank yet."""
     OVER = auto()
@@ -519,7 +529,7 @@ class Lockstep(ABC):
         self.roll_calls, self._barriers = collective.line(ROLL_CALLS), collective.line(BARRIERS)
         for line in (self.roll_calls, self._barriers):  # all ranks meet once more before they use these lines
             line.restart()
-        self.step, self.phase = Step(in_loop=True, contributors=collective.world_size), Phase.RUNNING
+        self.step, self.phase = Step(in_loop=True, contributors=collective.world_size), Phase.READING
         channel.enter_loop(self)
 
     def wait_for_all(self, doing: str, vote: bool = False) -> bool:

@@ -34,6 +34,7 @@ require(
         "torch.nn.parallel:DistributedDataParallel": (
             "_assign_modules_buffers",
             "_check_sync_bufs_post_fwd",
+            "_distributed_broadcast_coalesced",
             "_get_active_ddp_module",
             "_get_ddp_logging_data",
             "_sync_module_buffers",

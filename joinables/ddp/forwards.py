@@ -9,7 +9,7 @@ inside the backward, each with an end of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn, cast
 from weakref import ref
 
@@ -56,7 +56,6 @@ class Forwards:
         self._outputs: list[ref[torch.Tensor]] = []
         self._parameter_hook: Any = None  # the handle of a hook on the parameters, if a forward shows no output tensor
         self._writes_before: Writes = []  # the writes to each gradient before the forward
-        self._accumulators = accumulators(parameters)
         self._memory = memory_of(ddp)
         self.end_calls: list[Callable[[], None]] | None = None
         """Calls at the end of the current backward if it runs others inside. ``None`` if it does not."""
@@ -99,6 +98,11 @@ class Forwards:
         del self.inner, self._channel, self._on_forward, self._on_backward  # these hold a batch, or the module
         self._ddp.require_forward_param_sync = self._param_sync
         self.reduces_next = False
+
+    @cached_property
+    def _accumulators(self) -> list[Any]:
+        """The nodes of the parameters, made in the first backward, since a rank without data needs none."""
+        return accumulators(self._parameters)
 
     @property
     def outputs(self) -> list[torch.Tensor]:

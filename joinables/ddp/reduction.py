@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -47,7 +48,6 @@ from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.mean import ANNOUNCED, CONTRIBUTES, Means
 from joinables.ddp.parameters import Factors, UsedParameters, refuse_unreduced_parameters
 from joinables.ddp.window import LastResult, Window, have_none, memory_of
-from joinables.modules import adopt_gradients
 from joinables.own_collectives import mixing
 from joinables.sample import sampled
 
@@ -107,7 +107,7 @@ class GradientSync(DDPBurst):
         self._mean = self._means.unweighted
         """The mean of the last reduction that was announced."""
         self._used = UsedParameters(self._ddp, self._parameters, join.channel)
-        self._memory.window.is_earlier = self._memory.window.backwards > 0
+        self._memory.window.is_earlier, self._memory.window.sample = self._memory.window.backwards > 0, None
         self.own_steps = 0
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._begin_backward)
         bursts = [each.joinable for each in join.channel.roster.listed if isinstance(each.joinable, GradientSync)]
@@ -119,6 +119,8 @@ class GradientSync(DDPBurst):
     @override
     def detach(self) -> None:
         super().detach()  # a backward through the graphs of this block is an ordinary DDP backward from here on
+        if self._memory.own is not None:
+            self._memory.own = sampled(self._parameters)
         self._forwards.detach()
         self._used.detach()
         if self._factors.factor != 1.0:
@@ -132,32 +134,68 @@ class GradientSync(DDPBurst):
         Afterwards the gradients of all ranks contain it, or none do. All ranks then choose the same time for the header
         in ``_begin_forward``.
         """
-        window, parameters = self._memory.window, reducer.parameters(self._ddp)
-        unreduced = window.backwards > 0 and not have_none(self._parameters)
-        keeps = unreduced or self._collective.rank == source
-        results = [p.grad for p in self._parameters]
-        if unreduced:
-            # Other ranks receive only the last result under these gradients. Without one, they receive zeros, or None
-            # if the time of headers depends on gradients being None.
-            headers_depend = self._means.unweighted.may_recount
-            zeros = [None if g is None or headers_depend else torch.zeros_like(g) for g in results]
-            results = [window.kept.get(i, zero) for i, zero in enumerate(zeros)]
-        present = [result is not None for result in results]
-        gradients = [r.to(p.dtype) for p, r in zip(self._parameters, results, strict=True) if r is not None]
-        inbox = yield parameters, present, gradients
-        source_parameters, present, gradients = inbox.skeleton
-        inbox.fill(source_parameters, parameters)
-        adopt_gradients(inbox, self._parameters, present, gradients, keeps=keeps)
+        unreduced = self._memory.window.backwards > 0 and not have_none(self._parameters)
+        is_source = self._collective.rank == source
+        results = self._results(unreduced) if is_source else []
+        inbox = yield bytes(result is not None for result in results)
+        present: bytes = inbox.skeleton
         yield ""
+        # All ranks know the shapes of these tensors, so that they need no skeleton.
+        reducer.broadcast(self._ddp, reducer.parameters(self._ddp), source)
+        self._memory.own = None
+        with_gradient = list(compress(self._parameters, present))
+        if is_source:
+            gradients = [r.to(p.dtype) for p, r in zip(self._parameters, results, strict=True) if r is not None]
+        elif unreduced:
+            gradients = [torch.empty_like(parameter) for parameter in with_gradient]  # received and dropped
+        else:
+            self._adopt(present)
+            gradients = [cast("torch.Tensor", parameter.grad) for parameter in with_gradient]
+        reducer.broadcast(self._ddp, gradients, source)
+
+    def _results(self, unreduced: bool) -> list[torch.Tensor | None]:
+        """Return the last result of each parameter, to send it; ``unreduced`` says whether newer gradients hide it."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        if not unreduced:
+            return gradients
+        # Other ranks receive only the last result under these gradients. Without one, they receive zeros, or None if
+        # the time of headers depends on gradients being None.
+        headers_depend = self._means.unweighted.may_recount
+        zeros = [None if g is None or headers_depend else torch.zeros_like(g) for g in gradients]
+        return [self._memory.window.kept.get(index, zero) for index, zero in enumerate(zeros)]
+
+    def _adopt(self, present: Sequence[int]) -> None:
+        """Let each parameter that is ``present`` have a gradient to be overwritten, and the others have none.
+
+        Gradients that fit stay, as they may be views of buckets. A hook that compresses gradients may have left one of
+        another dtype.
+        """
+        for parameter, is_present in zip(self._parameters, present, strict=True):
+            gradient = parameter.grad
+            if not is_present:
+                parameter.grad = None
+            elif gradient is None or gradient.dtype != parameter.dtype:
+                parameter.grad = torch.zeros_like(parameter)
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        return self.equal_values()
+        memory, sample = self._memory, sampled(self._parameters)
+        if memory.own != sample:
+            memory.own = None  # the parameters have changed since, and may have become equal
+        return sample if memory.own is None else {}
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
-        """Return a sample of the parameters, unless the loop may make steps on the gradients of each rank alone."""
-        return {} if self._memory.is_local else sampled(self._parameters)
+        """Return a sample of the parameters, unless this rank has stepped on gradients of its own in this block."""
+        sample = self._notice_own_step()
+        return sample if self._memory.own is None else {}
+
+    def _notice_own_step(self) -> Mapping[str, float]:
+        """Notice a step on gradients that no reduction has included, and return a sample of the parameters."""
+        memory, sample = self._memory, sampled(self._parameters)
+        if memory.window.sample not in (None, sample):
+            memory.own = sample
+        return sample
 
     @override
     def hand_over(self, leader: int) -> None:
@@ -183,6 +221,7 @@ class GradientSync(DDPBurst):
         if window.is_earlier:
             return (False, False, False)
         if window.backwards and window.was_zeroed(self._parameters):
+            self._notice_own_step()
             window = self._memory.window = Window()
         return (False, window.backwards > 0, False)
 
@@ -241,6 +280,8 @@ class GradientSync(DDPBurst):
         if channel.loop is not None and not channel.step.in_loop:
             channel.loop.leave()
         window, in_loop = self._memory.window, channel.step.in_loop
+        if window.sample is not None:
+            self._notice_own_step()
         for other in self._means.sharing:
             self._refuse_shared_backward(other)
         if in_loop or window.backwards or window.number:
@@ -273,7 +314,8 @@ class GradientSync(DDPBurst):
             self._mean = mean
             self._begin_reduction(in_loop)
             return
-        self._memory.is_local |= not in_loop
+        if window.sample is None and not in_loop:
+            window.sample = sampled(self._parameters)
         if mean.may_recount and window.backwards == 1:
             window.kept = LastResult.copy_of(self._parameters)
         autograd.after_backward(partial(self._remember_writes, window))

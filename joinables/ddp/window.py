@@ -19,7 +19,7 @@ If the first backward of a window reduces, the copy is made only if ``times`` is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -91,6 +91,8 @@ class Window:
         with_dummies: Whether a rank had no data in one of the backwards in such a loop.
         writes: The writes to each gradient by the end of the last backward; empty before it.
         kept: The last result, as the gradients contained it before the first backward.
+        sample: The sample of the parameters at the window's first backward in the current block, if this was in plain
+            code; otherwise ``None``. Once it has changed, this rank has stepped on gradients of its own.
     """
 
     backwards: int = 0
@@ -101,6 +103,7 @@ class Window:
     with_dummies: bool = False
     writes: Writes = field(default_factory=Writes)
     kept: LastResult = field(default_factory=LastResult)
+    sample: Mapping[str, float] | None = None
 
     def was_zeroed(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether ``zero_grad`` was called since the last backward.
@@ -121,14 +124,15 @@ class Memory:
         window: The current window, which may be open.
         buffer_shapes: The shapes of the buffers at their last synchronisation, which are the same on all ranks. The
             present shapes may differ, since one rank may evaluate between blocks.
-        is_local: Whether a plain block has had a backward that was not reduced, for example under ``no_sync``, so that
-            an optimizer may have stepped on the gradients of this rank alone.
+        own: The sample of the parameters as the last block left them, if a step in it was on gradients that no
+            reduction had included. While the sample is the same, the parameters may differ between ranks. In a block,
+            the sample after such a step. ``None`` if there was none.
         backward: The number of the last backward in which a gradient entered the module.
     """
 
     window: Window = field(default_factory=Window)
     buffer_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    is_local: bool = False
+    own: Mapping[str, float] | None = None
     backward: int = -1
 
 

@@ -142,9 +142,17 @@ class AcceleratedJoin(Join):
         undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
         undo.enter_context(accumulating_once(accelerator, lambda: self._step))
         if self._block is not None:  # it is None with enable=False
+            prepared, prepare = self._prepared, accelerator.prepare_data_loader
             for loader in accelerator._dataloaders:
-                self._prepared.change(loader, undo)
-            prepared = self._prepared
+                prepared.change(loader, undo)
+
+            def prepare_in_block(loader: Any, *args: Any, **named: Any) -> Any:
+                result = prepare(loader, *args, **named)
+                if result is not loader:  # otherwise it was prepared before
+                    prepared.change(result, undo)
+                return result
+
+            undo.enter_context(replaced(accelerator, "prepare_data_loader", prepare_in_block))
             changed = counting_no_dummies(
                 accelerator,
                 self,
@@ -175,7 +183,8 @@ class AcceleratedJoin(Join):
         else:
             loaders: list[Any] = self._accelerator.gradient_state.dataloader_references
             has_state = any(hasattr(loader, "dl_state_dict") for loader in loaders)
-            is_wrong, state = self._step.in_loop and has_state, nullcontext()
+            has_read = self._loop is not None and (self._loop.is_open or bool(self.pending))
+            is_wrong, state = has_state and any(self.collective.all_gather_object(has_read, plain=True)), nullcontext()
         if is_wrong:
             raise JoinError(
                 "save_state saves one loader state for all ranks, which would be wrong: the loaders of only some ranks"
@@ -198,6 +207,7 @@ class AcceleratedJoin(Join):
         mixes_ranks = self._block is not None and any(b.mixes_ranks for _, b in self.channel.roster.bursts)
         options.setdefault("window", self._accelerator.gradient_accumulation_steps)
         options.setdefault("dummy", "empty" if mixes_ranks else "last")
+        options["resumable"] = hasattr(loader, "dl_state_dict") or options.get("resumable", False)
         self._loader = loader
         batches = super().iterate(loader, until, **options)
         batches.join_iterators[:] = map(self._prepared.seeing, batches.join_iterators)
@@ -216,9 +226,8 @@ class PreparedLoaders:
         self._step, self._even_batches = step, even_batches
         self.batch: Any = None
         """Batch of the current step of the block's loop."""
-        self._nested: dict[int, int] = {}  # by the id of a loader that began inside a step: the number of the step
+        self._nested: dict[Iterator[Any], Step] = {}  # by the iterator of a loader that began inside a step: the step
         self._last: Step | None = None  # the last step in which a loader began
-        self._evenness: dict[int, bool] = {}  # by the id of a sampler: its setting outside the block
 
     def seeing(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches of the block's loop, each of which is ``batch`` during its step."""
@@ -230,7 +239,7 @@ class PreparedLoaders:
     def evaluates(self) -> bool:
         """Return whether a prepared loader runs inside the current step, so that its batches are no dummies."""
         step = self._step()
-        return step.in_loop and step.number in self._nested.values()
+        return any(each is step for each in self._nested.values())
 
     def has_evaluated(self) -> bool:
         """Return whether a prepared loader began inside the current step."""
@@ -240,10 +249,11 @@ class PreparedLoaders:
         """Change a loader for the duration of a block, or warn if it repeats samples."""
         module: Any = importlib.import_module("accelerate.data_loader")
         sampler, kind = loader.batch_sampler, cast("Any", type(loader))
+        evaluating = nullcontext
         if isinstance(sampler, module.BatchSamplerShard):
             if self._even_batches is not None:
                 undo.callback(setattr, sampler, "even_batches", sampler.even_batches)
-                self._evenness[id(sampler)] = sampler.even_batches
+                evaluating = partial(replaced, sampler, "even_batches", sampler.even_batches)
                 sampler.even_batches = self._even_batches
             elif sampler.even_batches:
                 _warn_of_repeats(
@@ -256,26 +266,24 @@ class PreparedLoaders:
             )
 
         def batches(loader: Any) -> Generator[Any]:
-            with self._reading(loader):
-                yield from kind.__iter__(loader)
+            step, source = self._step(), iter(kind.__iter__(loader))
+            if step.in_loop:
+                self._nested[source] = self._last = step
+            try:
+                while True:
+                    # Inside a step all ranks gather its rows, so it is even; but not the loop's own, read meanwhile.
+                    with evaluating() if step.in_loop else nullcontext():
+                        batch = next(source, loader)
+                    if batch is loader:  # the default of next(), so the loader has no more batches
+                        return
+                    yield batch
+            finally:
+                self._nested.pop(source, None)
 
         changes: dict[str, Any] = {"__iter__": batches}
         if issubclass(kind, module.DataLoaderShard):  # Accelerate 1.11 and 1.12 subtract the batches of other ranks
             changes["adjust_state_dict_for_prefetch"] = _unadjusted
         undo.callback(with_methods(loader, changes))
-
-    @contextmanager
-    def _reading(self, loader: Any) -> Generator[None]:
-        """Return a context in which a loader runs; inside a step it is even, as all ranks gather its rows."""
-        step, sampler = self._step(), loader.batch_sampler
-        if step.in_loop:
-            self._nested[id(loader)], self._last = step.number, step
-        if (before := self._evenness.get(id(sampler))) is not None:
-            sampler.even_batches = before if step.in_loop else self._even_batches
-        try:
-            yield
-        finally:
-            self._nested.pop(id(loader), None)
 
 
 def _unadjusted(_: Any) -> None:
@@ -345,30 +353,38 @@ def reducing_losses(accelerator: Any, join: Join) -> Generator[Callable[..., Any
     """Return a context with a function that replaces ``accelerator.reduce``: it reduces losses of ranks with data.
 
     A dummy is the rank's last batch. So its values look like others, and so does a rank's own sum over many batches.
-    Only a loss that ``accelerator.backward`` has received in the step is known to belong to the batch.
+    A loss of the step is known by its value, which casts and copies keep: on each rank, the value equals a loss that
+    ``accelerator.backward`` has received in the step. If all ranks have data, this may be true of a sum, too, which is
+    then over a single batch; it has the same result. On a dummy, a sum equals an earlier loss and not the one of the
+    step.
 
     Args:
         accelerator: The accelerator.
         join: The block with the current loop over ``iterate``.
     """
     as_usual, run_backward = accelerator.reduce, accelerator.backward
-    losses: list[tuple[Step, torch.Tensor]] = []  # of the last step with a backward, without their graphs
+    losses: list[tuple[Step, torch.Tensor]] = []  # copies of those in the last step with a backward
 
     def backward(loss: Any, **named: Any) -> None:
         run_backward(loss, **named)
         step = join.channel.step
-        losses[:] = [*(each for each in losses if each[0] is step), (step, loss.detach())]
+        losses[:] = [*(each for each in losses if each[0] is step), (step, loss.detach().clone())]
 
     def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         if tensor is accelerator.flag_tensor:  # set_trigger passes it, on any rank
             return as_usual(tensor, reduction, scale)
-        step, places = join.channel.step, {value.data_ptr() for value in tensors_in(tensor)}
-        if not places or not places <= {loss.data_ptr() for each, loss in losses if each is step}:
+        step, values = join.channel.step, tensors_in(tensor)
+        own = [loss for each, loss in losses if each is step]
+        are_losses = bool(values) and all(any(_equals(value, loss) for loss in own) for value in values)
+        on_all_ranks = torch.tensor(int(are_losses), device="cpu")
+        join.collective.all_reduce(on_all_ranks, "min").wait()
+        if not on_all_ranks:
             raise JoinError(
                 f"accelerator.reduce got a value that is not a loss of step {step.number}, as accelerator.backward"
                 " received it. In a sum over several batches, ranks without data count, too, and in a value of the"
-                " batch they do not. For a value of the batch, call accelerator.gather_for_metrics and reduce its rows."
-                " For a sum of your own, call torch.distributed.all_reduce. [J725]"
+                " batch they do not. To divide a loss, reduce it first. For any other value of the batch, call"
+                " accelerator.gather_for_metrics and reduce its rows. For a sum of your own, call"
+                " torch.distributed.all_reduce. [J725]"
             )
         over = {"mean": torch.mean, "max": torch.amax}.get(reduction, torch.sum)
         ranks = gather_rows(join, map_tensors(lambda leaf: leaf[None], tensor))
@@ -376,6 +392,13 @@ def reducing_losses(accelerator: Any, join: Join) -> Generator[Callable[..., Any
 
     with replaced(accelerator, "backward", backward):
         yield reduce
+
+
+def _equals(value: torch.Tensor, loss: torch.Tensor) -> bool:
+    """Return whether a value is a loss, rounded to the dtype of the value."""
+    if not value.is_floating_point() or value.numel() != loss.numel():
+        return False
+    return torch.allclose(value.detach().flatten(), loss.flatten().to(value), rtol=0, atol=0, equal_nan=True)
 
 
 @contextmanager
@@ -400,7 +423,7 @@ def counting_no_dummies(
     state = cast("object", accelerator.gradient_state)
 
     def is_at_end(_: object) -> bool:
-        in_step = join.channel.step.in_loop and not evaluates()
+        in_step = join.channel.in_step and not evaluates()
         return join.is_last_step if in_step else cast("Any", state).end_of_dataloader
 
     # All objects of Accelerate's class share their attributes, so this object of a subclass has the same ones.
@@ -421,9 +444,9 @@ def counting_no_dummies(
     def in_loop(name: str, call: Callable[..., Any], own: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if evaluates():
             return own(*args, **named)
-        if not join.channel.step.in_loop:
+        if not join.channel.in_step:
             raise JoinError(
-                f"Ranks without data call accelerator.{name} only in a loop over join.iterate. Use such a"
+                f"Ranks without data call accelerator.{name} only in the body of a loop over join.iterate. Use such a"
                 " loop, or make the call after the block. [J116]"
             )
         return call(*args, **named)

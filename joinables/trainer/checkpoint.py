@@ -24,21 +24,24 @@ Taking a snapshot is collective, since each rank holds a part. Ranks without dat
 A file exists as a whole or not at all. It is a file of ``torch.save``, which ``torch.load(path)`` reads, followed by
 the checksum of all bytes before it: ``\nsha256 `` and 64 hexadecimal digits. Readers of zip archives and pickles ignore
 this ending. Files without the right checksum are not read: the checksum shows damage, not the author of the file.
-Reading runs no code (``weights_only``).
+Reading runs no code (``weights_only``) and expands nothing: ``torch.save`` does not compress its entries, so compressed
+entries are refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-import pickle
 import stat
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from join.errors import described
 from join.files import replacing, save
 from joinables._torch.objects import mark_stepped
 from joinables.modules import replaced
@@ -158,8 +161,7 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> 
     """Write ``state`` to ``path``; a process that is killed at any moment leaves the old file or the new one.
 
     If several processes write to the same path at the same time, the file of the last one stays, whole. A killed
-    process may leave a file ``.joinables-*.part`` in the folder. The next write there from the same machine removes it.
-    If the killed process ran on another machine, remove the file yourself.
+    process may leave a file ``.joinables-*.part`` in the folder. No later write removes it.
 
     Args:
         state: Plain data and tensors.
@@ -174,17 +176,15 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     checksum = hashlib.sha256()
-    try:
-        with replacing(path, survives=True) as file:
-            save(dict(state), lambda data: (file.write(data), checksum.update(data)))
-            file.write(_SEAL + checksum.hexdigest().encode())
-            file.flush()
-            torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise TypeError(
-            f"The checkpoint has objects that cannot be read again: {error}. Put only plain data and"
-            " tensors into it, from on_save_checkpoint and the callbacks' state_dict. [J200]"
-        ) from error
+    with replacing(path, survives=True) as file:
+        save(dict(state), lambda data: (file.write(data), checksum.update(data)))
+        file.write(_SEAL + checksum.hexdigest().encode())
+        file.flush()
+        if unreadable := _load(file.fileno())[1]:
+            raise TypeError(
+                f"The checkpoint has objects that cannot be read again: {unreadable}. Put only plain data and"
+                " tensors into it, from on_save_checkpoint and the callbacks' state_dict. [J200]"
+            )
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -195,7 +195,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         OSError: If it does not exist, or cannot be read.
-        ValueError: If its bytes have changed since it was written, or if it is another kind of file.
+        ValueError: If its bytes have changed since it was written, or if it is another kind of file. The exception has
+            no cause or context of torch's.
     """
     checksum = hashlib.sha256()
     # The path might name another file in a moment, so everything is read from the file that is opened here.
@@ -211,7 +212,36 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
                 " Trainer, or has changed since it was written. Resume from another checkpoint, or load weights of"
                 " other files into the module yourself. [J198]"
             )
-        return torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
+        state, unreadable = _load(file.fileno())
+        if unreadable:
+            raise ValueError(
+                f"ckpt_path={str(path)!r} is not a checkpoint that a Trainer has written: {unreadable}. Resume from"
+                " another checkpoint. Allow the classes that your own callbacks save by"
+                " torch.serialization.add_safe_globals. [J794]"
+            )
+        return state
+
+
+def _load(descriptor: int) -> tuple[Any, str]:
+    """Return the content of an open file of ``torch.save``, and the reason why it cannot be read, as a clause.
+
+    Torch's own texts advise to read the file with its code, so none of them is shown or chained.
+    """
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                return None, "it has compressed entries"
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True), ""
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        if "weights_only" not in str(error):
+            return None, described(error)
+    names: list[str] = []
+    with contextlib.suppress(Exception):  # it reads fewer files than torch.load does
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    return None, f"it has objects other than plain data and tensors ({', '.join(sorted(names)) or 'without a name'})"
 
 
 # -- objects that read and write --------------------------------------------------------------------------------------

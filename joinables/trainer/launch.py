@@ -33,6 +33,9 @@ launch fails although the file of a result is complete, the exception that the p
 attribute. While rank 0 writes this file, it is not ended for the failure of another rank. If a result cannot be sent,
 rank 0 calls the result's method ``lost``, if it has one, with the exception.
 
+A process that a worker forks or starts is not a worker. It has a copy of all that the worker has open, so the parent
+waits for the end of the process itself, and not for a pipe. A fork that leaves ``fn`` ends there.
+
 Files are mapped and not copied: all workers share the tensors of the call in memory until they change them.
 
 Sources: "torchrun (Elastic Launch)" in PyTorch's documentation; "OUTPUT ENVIRONMENT VARIABLES" in srun(1);
@@ -57,7 +60,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar, cast
@@ -74,6 +76,7 @@ from join.collectives.store import fresh_store, job_of, local_store
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import add_note, described
 from join.files import replacing, save, temporary_folder
+from joinables.processes import ended, ending_forks, start, wait_for_all
 from joinables.trainer import output, settings
 from joinables.trainer.accelerator import used_accelerator
 
@@ -178,6 +181,9 @@ class Launcher:
     def launch(self, fn: Callable[..., _T], *args: Any) -> _T:
         """Run ``fn(*args)`` on all ranks, with the default process group set up.
 
+        Processes that ``fn`` forks or starts are not ranks: a launch does not wait for them, and a fork that leaves
+        ``fn`` ends.
+
         If a launcher started the processes, all of them have to call this method equally often. Each process then
         receives its own result. After an exception its process group stays, since taking it down could wait for
         messages that the other ranks never send.
@@ -204,7 +210,7 @@ class Launcher:
             return self._start(fn, args)
         place = environment.place
         store = fresh_store(environment.store(), place.rank, place.world_size, environment.environ)
-        return _as_rank(place, store, self._options, fn, args)
+        return _as_rank(place, store, self._options, ending_forks()(fn), args)
 
     def _start(self, fn: Callable[..., _T], args: tuple[Any, ...]) -> _T:
         """Run ``fn(*args)`` in processes that are started for it."""
@@ -536,33 +542,33 @@ def _read(path: Path) -> Any:
 
 def _run(job: _Job, start_method: StartMethod) -> list[_Failure]:
     """Start the workers, wait until all have ended, and return their failures; no worker is left running."""
-    before = set(multiprocessing.active_children())
+    workers: list[BaseProcess] = []
     try:
-        start = cast("Any", torch.multiprocessing).start_processes
-        started = start(_work, (job,), job.world_size, join=False, start_method=start_method)
+        for rank in range(job.world_size):
+            workers.append(start(_work, rank, job, method=start_method))
         store = local_store(job.listening)
         try:
-            return _watch(started.processes, job.folder)
+            return _watch(workers, job.folder)
         finally:
             del store  # an exception that passes here keeps this frame, and with it the socket
     finally:
-        _end(set(multiprocessing.active_children()) - before)
+        _end(workers)
 
 
 def _watch(workers: Sequence[BaseProcess], folder: Path) -> list[_Failure]:
     """Wait until all workers have ended, or for a while after the first failure, and return the failures."""
-    running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
+    running = {worker: rank for rank, worker in enumerate(workers)}
     failures: list[_Failure] = []
     silent, deadline = set(range(len(workers))), None  # the ranks that have not left a report
     while running and (deadline is None or time.monotonic() < deadline or _is_writing(running, folder)):
         left = None if deadline is None else max(deadline - time.monotonic(), TIMEOUTS.look)
-        ended = [running.pop(sentinel) for sentinel in connection.wait(running, left) if isinstance(sentinel, int)]
+        gone = [running.pop(worker) for worker in ended(running, left)]
         # A worker leaves its report before it ends, so the reports of all ended workers exist.
         for rank in sorted(silent):
             if (report := folder / f"report-{rank}").exists():
                 silent.remove(rank)
                 failures += _failures_in(rank, report.read_bytes())
-        for rank in ended:
+        for rank in gone:
             workers[rank].join()
             code = workers[rank].exitcode or 0
             if rank in silent:
@@ -573,7 +579,7 @@ def _watch(workers: Sequence[BaseProcess], folder: Path) -> list[_Failure]:
     return failures
 
 
-def _is_writing(running: Mapping[int, int], folder: Path) -> bool:
+def _is_writing(running: Mapping[BaseProcess, int], folder: Path) -> bool:
     """Return whether rank 0 writes its result now."""
     return 0 in running.values() and any(folder.glob(".*.part"))
 
@@ -593,14 +599,12 @@ def _failures_in(rank: int, report: bytes) -> list[_Failure]:
     return [(blame, rank, error, text)]
 
 
-def _end(workers: set[Any]) -> None:
+def _end(workers: Sequence[BaseProcess]) -> None:
     """Terminate the workers that still run, kill those that do not end in time, and return when all have ended."""
     try:
         for worker in workers:
             worker.terminate()
-        deadline = time.monotonic() + TIMEOUTS.term
-        for worker in workers:
-            worker.join(max(deadline - time.monotonic(), 0.0))
+        wait_for_all([worker for worker in workers if worker.is_alive()], TIMEOUTS.term)
     finally:  # runs even if Ctrl-C is pressed again
         for worker in workers:
             worker.kill()
@@ -612,8 +616,6 @@ def _end(workers: set[Any]) -> None:
 
 def _work(rank: int, job: _Job) -> None:
     """Run the task of a worker process."""
-    # torch.multiprocessing interrupts a worker when its parent ends. The default action works within a collective, too.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(job.threads)
     try:
         with job.listening:  # the copy of this process
@@ -648,7 +650,8 @@ def _work(rank: int, job: _Job) -> None:
 def _run_and_send(job: _Job, rank: int, fn: Callable[..., Any], args: Sequence[Any]) -> None:
     """Run ``fn(*args)``; rank 0 sends the result before it waits for other ranks, which may fail."""
     try:
-        result = fn(*args)
+        with ending_forks():
+            result = fn(*args)
     except BaseException as error:
         if (result := vars(error).pop(RESULT, None)) is not None:
             _send(result, job.folder, error)

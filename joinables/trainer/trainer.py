@@ -27,6 +27,7 @@ from join.collectives._torch_private import pytree
 from join.files import temporary_folder
 from join.options import check_loader
 from joinables.modules import keeping_modes, replaced
+from joinables.processes import ending_forks
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
 from joinables.trainer.arguments import check_choice, check_kinds
@@ -607,7 +608,7 @@ def _outcome(
     state = extras = None
     trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
     try:
-        with keeping_modes(module), _calling_callbacks(run):
+        with keeping_modes(module), _calling_callbacks(run), ending_forks():
             run.set_up(prepares=trainer.local_rank == 0)
             if isinstance(run, Fit):
                 run.start(**loaders)

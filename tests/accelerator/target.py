@@ -40,11 +40,7 @@ class Target:
 
     def why_not(self) -> str:
         """Why nothing can run on it here; empty if something can."""
-        if self.is_simulated:
-            return simulated.why_not()
-        if not torch.cuda.is_available():
-            return "torch finds no GPU"
-        return ""
+        return simulated.why_not() if self.is_simulated else ""
 
     def ranks(self, most: int = 3) -> int:
         """How many ranks it takes; with NCCL, each has a GPU, or all share the only one."""
@@ -64,7 +60,9 @@ class Target:
 CPU = Target("cpu", "gloo")
 """What the others are compared with, where that is not one process."""
 SIMULATED = Target("sim", "simccl")
-TARGETS = [SIMULATED, Target("cuda", "nccl"), Target("cuda", "gloo")]
+TARGETS = [SIMULATED]
+if torch.cuda.is_available():
+    TARGETS += [Target("cuda", "nccl"), Target("cuda", "gloo")]
 
 
 def prepare_simulated(rank: int) -> None:

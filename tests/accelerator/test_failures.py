@@ -26,11 +26,10 @@ from tests.accelerator import simulated
 from tests.accelerator.target import Target, device_of_rank, prepare_simulated
 from tests.ending import End, Ending, Running, say
 from tests.models import batch, build
+from tests.selection import assert_soon, in_quiet
 from tests.shorter import using
 
 SECONDS = 10.0  # that the others may take
-if "PYTEST_XDIST_WORKER" in os.environ:  # beside other tests, of which each has more processes than there are cores
-    SECONDS = 30.0
 STALL = 1.0
 AT_ONCE = 5
 COUNTS = 6, 6, 2
@@ -139,6 +138,7 @@ def start(ending: Ending, target: Target, cell: Cell) -> Running:
     return ending.start(train, target, cell, ranks=target.ranks(len(COUNTS)), **how)
 
 
+@in_quiet
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_end(
     request: pytest.FixtureRequest,
@@ -174,4 +174,4 @@ def check(cell: Cell, ends: list[End]) -> None:
     for rank, end in enumerate(ends):
         if rank != cell.victim:
             assert end.code == 1 and end.error.startswith(cause), told
-            assert end.at - failed_at < SECONDS, f"rank {rank} took {end.at - failed_at:.1f} s\n{told}"
+            assert_soon(end.at - failed_at, SECONDS, f"rank {rank} took {end.at - failed_at:.1f} s\n{told}")

@@ -23,6 +23,7 @@ from tests.join.counter import Counter, Leading
 from tests.joinables.summer import Summer
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
+from tests.selection import in_test_all
 from tests.training import full_state, shard, whole
 
 STEPS = 3
@@ -200,6 +201,9 @@ MAKERS: dict[str, tuple[Callable[[], Subject], Callable[[], Subject]]] = {
     "Burst": (leading, calls_alone),
 }
 """By name, the subject of a rank and that of one process."""
+COSTLY = ("Metric", "compiled DistributedDataParallel")
+"""Ranks import torchmetrics, or torch's compiler, for these."""
+NAMES = [pytest.param(name, marks=in_test_all if name in COSTLY else ()) for name in MAKERS]
 
 
 def conforms(rank: int, name: str) -> list[tuple[str, bool, bool]]:
@@ -227,7 +231,7 @@ def conforms(rank: int, name: str) -> list[tuple[str, bool, bool]]:
     return described
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_joinable_conforms(pool: Pool, name: str) -> None:
     first, second = pool.run(conforms, name, ranks=2)
     assert first == second
@@ -248,7 +252,7 @@ def steps(rank: int, name: str) -> dict[str, torch.Tensor]:
     return flat_state(subject.state())
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_steps_of_one_rank_are_those_of_one_process(pool: Pool, name: str) -> None:
     alone = MAKERS[name][1]()
     for step in range(STEPS):

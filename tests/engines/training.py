@@ -80,7 +80,8 @@ class Feed:
             yield from self
             return
         weigh = (lambda data: len(data[0])) if cell.weighs else None
-        for step, data in enumerate(join.iterate(self, **{"weigh": weigh, "window": cell.window, **options}), 1):
+        options = {"weigh": weigh, "window": cell.window, "resumable": True, **options}
+        for step, data in enumerate(join.iterate(self, **options), 1):
             yield data
             if step == self._stop:
                 self.place = join.loader_state()

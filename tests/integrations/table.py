@@ -53,7 +53,7 @@ ROWS = [
         "a map-style data set, no sample repeated",
         "exact test_refusals::test_an_injected_sampler_repeats_nothing",
         "yours lightning.md#fabric",
-        f"exact {DATA}test_samples_that_are_repeated",
+        f"exact {DATA}test_no_sample_of_a_prepared_loader_is_repeated",
         f"exact {DATA}test_a_map_style_data_set",
     ),
     Row(

@@ -189,3 +189,25 @@ def test_gradients_that_are_computed_alone_do_not_count() -> None:
             torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
             loss.backward()
     check(model, expected(range(3)))
+
+
+def looped(join: Join) -> list[Any]:
+    with join:
+        assert Join.current() is join
+        seen = [(join.mean(float(x)), join.total_weight, join.is_last_step) for x in join.iterate([1, 2], weigh=float)]
+    return [*seen, join.report.even]
+
+
+@pytest.mark.parametrize("options", [{}, {"enable": False}], ids=str)
+def test_a_block_that_lists_nothing(options: dict[str, Any]) -> None:
+    wanted = looped(Join([net()], **options))
+    assert wanted == [(1.0, 1.0, False), (2.0, 2.0, True), True]
+    assert looped(Join([], process_group=None, **options)) == wanted
+    assert looped(Join([net()], process_group=None, **options)) == wanted
+
+
+def test_one_of_several_processes_needs_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for joinables in ([], [None]):
+        with pytest.raises(ValueError, match="J022"):
+            Join(joinables, process_group=None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -83,6 +86,54 @@ def failing(rank: int) -> str:
 
 def test_what_it_is_closed_with_is_told(ending: Ending) -> None:
     assert_blamed(ending.run(failing), 1, "KeyError: 'in a hook'")
+
+
+def ends_inside(rank: int, way: str) -> None:
+    """Rank 1 ends with its block open, and rank 0 does not close its own after an exception."""
+    counter = Counter(collective_of(None))
+    join = Join([counter]).open()
+    for _ in range((100, 2, 0)[rank]):
+        counter()
+    if rank == 1:
+        if way == "raises":
+            raise KeyError("mine")
+        if way == "ends at once":
+            os._exit(3)
+        if way == "destroys the group":
+            dist.destroy_process_group()
+        sys.exit(3)
+    join.close()
+
+
+NEVER_LEFT = "failed: JoinError: Its process ended inside a Join block. Call join.close() before that. [J582]"
+TOLD = {
+    "raises": "failed: KeyError: 'mine'. The process",
+    "ends at once": "is gone, without",
+    "destroys the group": NEVER_LEFT,
+    "exits": NEVER_LEFT,
+}
+
+
+@pytest.mark.parametrize("way", TOLD)
+def test_a_process_that_ends_with_its_block_open(ending: Ending, way: str) -> None:
+    ends = ending.ends(ends_inside, way, limit=30)
+    assert [end.code for end in ends] == [1, 1 if way == "raises" else 3, 1]
+    for end in (ends[0], ends[2]):
+        assert f"PeerError: rank 1 {TOLD[way]}" in end.text
+    assert "terminate called" not in ends[1].text
+
+
+def test_a_join_that_is_not_kept() -> None:
+    def rank_main(collective: ThreadCollective) -> int:
+        counter = Counter(collective)
+        Join([counter]).open()
+        for _ in range(collective.rank):
+            counter()
+        gc.collect()
+        Join.current(collective).close()
+        return counter.total
+
+    assert run_threads(3, rank_main) == [3] * 3
 
 
 def never_closes(rank: int) -> None:

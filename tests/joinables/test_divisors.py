@@ -15,6 +15,7 @@ from join import Join, JoinError
 from tests.ending import Ending
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
+from tests.selection import in_test_all
 from tests.training import mesh_of, whole
 
 COUNTS = 2, 4, 0, 1
@@ -132,7 +133,7 @@ def refused(rank: int, how: str, enable: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("enable", [True, False])
+@pytest.mark.parametrize("enable", [True, pytest.param(False, marks=in_test_all)])
 @pytest.mark.parametrize(
     ("how", "divisor"),
     [

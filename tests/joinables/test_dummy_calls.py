@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -60,3 +62,35 @@ def never_has_data(rank: int) -> int:
 
 def test_a_module_that_takes_two_rows_at_least(pool: Pool) -> None:
     assert pool.run(never_has_data, ranks=2) == [2, 2]
+
+
+class Centred(nn.Module):
+    """Takes rows of any length, but no empty batch, which has no smallest element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x - x.amin())
+
+
+def grows(rank: int, counts: tuple[tuple[int, int], ...]) -> tuple[list[list[tuple[int, ...]]], int]:
+    """One block with several loops; the rows of each are longer than in the loop before. Also returns what is kept."""
+    ddp, shapes = DistributedDataParallel(Centred()), list[list[tuple[int, ...]]]()
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for columns, count in enumerate(counts, 1):
+            shapes.append([])
+            for x in join.iterate(torch.ones(17, columns) for _ in range(count[rank])):
+                y = ddp(x)
+                shapes[-1].append(tuple(y.shape))
+                (y - x).sum().backward()
+                del x, y
+        kept = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape[:1] == (17,)]
+    return shapes, len(kept)
+
+
+def test_a_loop_with_longer_rows_than_the_one_before(pool: Pool) -> None:
+    zero, one = pool.run(grows, ((2, 2), (2, 3), (0, 2), (1, 1)), ranks=2)
+    assert zero == ([[(17, 1)] * 2, [(17, 2)] * 2 + [(0, 2)], [(0, 3)] * 2, [(17, 4)]], 1)
+    assert one == ([[(17, 1)] * 2, [(17, 2)] * 3, [(17, 3)] * 2, [(17, 4)]], 1)

@@ -14,7 +14,7 @@ from join import Join
 from joinables.modules import zero_of
 from tests.models import assert_same, flat_state
 from tests.pool import Pool
-from tests.selection import all_or_some, by_position
+from tests.selection import all_or_some, in_test_all
 from tests.training import mesh_of, whole
 
 COUNTS = 1, 3, 0
@@ -91,7 +91,8 @@ def train(rank: int, family: str, how: str) -> dict[str, torch.Tensor]:
     return flat_state(whole(model.state_dict()))
 
 
-@pytest.mark.parametrize(("family", "how"), all_or_some(product(FAMILIES, HOWS), by_position, together=1))
+@in_test_all
+@pytest.mark.parametrize(("family", "how"), all_or_some(product(FAMILIES, HOWS), together=1))
 def test_it_trains_exactly(pool: Pool, family: str, how: str) -> None:
     pytest.importorskip("transformers")
     model = build(family)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,9 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
+from tests.models import TOLERANCE, batch, build, mlp_in_one_process
 from tests.pool import Pool
 
-COUNTS = (2, 5, 3)
+COUNTS = (2, 5, 0)
 
 
 def in_two_blocks(rank: int, largest_first: bool) -> str:
@@ -45,3 +49,33 @@ def in_a_loop(rank: int) -> list[int]:
 
 def test_blocks_of_other_groups_that_ranks_may_enter(pool: Pool) -> None:
     assert pool.run(in_a_loop, ranks=3) == [[2, 2, 2, 2, 2, rank] for rank in range(3)]
+
+
+def in_two_threads(rank: int, lockstep: bool) -> list[torch.Tensor]:
+    """Each thread trains a model of its own on a group of its own, while the block of the other thread is open."""
+    modules = [DistributedDataParallel(build("mlp"), process_group=dist.new_group()) for _ in range(2)]
+    both = threading.Barrier(2)
+
+    def train(thread: int) -> None:
+        ddp = modules[thread]
+        optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-3)
+        data = [batch(rank, 0, step) for step in range(COUNTS[rank - thread])]
+        for _ in range(2):
+            both.wait(60)
+            with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+                both.wait(60)
+                for x, y in join.iterate(data) if lockstep else data:
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(ddp(x), y).backward()
+                    optimizer.step()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, range(2)))
+    return [parameter.detach() for ddp in modules for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_blocks_of_two_threads(pool: Pool, lockstep: bool) -> None:
+    first, second = (mlp_in_one_process(counts, epochs=2) for counts in (COUNTS, COUNTS[-1:] + COUNTS[:-1]))
+    for found in pool.run(in_two_threads, lockstep, ranks=3):
+        torch.testing.assert_close(found, first + second, atol=TOLERANCE, rtol=0)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step
 from tests.grammar import Recipe, recipes
 from tests.pool import Pool
+from tests.selection import ALL
 from tests.training import check
 from tests.versions import GATHERS_WHAT_IS_USED_AGAIN
 
@@ -282,7 +283,7 @@ def test_what_was_found(pool: Pool, name: str) -> None:
 
 
 few_or_many = settings(
-    max_examples=SOAK or 8,
+    max_examples=SOAK or (8 if ALL else 4),
     derandomize=not SOAK,
     deadline=None,
     database=None,

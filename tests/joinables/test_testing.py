@@ -129,6 +129,30 @@ def test_no_process_stays(tmp_path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)  # it would wait for a process that holds the lock
 
 
+def forks(rank: int) -> list[int]:
+    if not os.fork():
+        time.sleep(60)
+    codes: list[int] = []
+    for raises in (False, True):
+        if not (pid := os.fork()):
+            signal.alarm(30)
+            if raises:
+                raise OSError("in the fork")
+            return []
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return codes
+
+
+def forking(rank: int) -> tuple[list[list[int]], float]:
+    started = time.monotonic()
+    return run_ranks(forks, 2, start_method="fork", timeout=None), time.monotonic() - started
+
+
+def test_forks_of_ranks_are_not_ranks(ending: Ending) -> None:
+    ((codes, seconds),) = ending.run(forking, ranks=1, group=False)
+    assert (codes, seconds < 30) == ([[0, 1], [0, 1]], True)
+
+
 def test_batches_are_distributed_in_the_order_of_steps() -> None:
     assert uneven("abcdef", (3, 0, 2, 1)) == [["a", "d", "f"], [], ["b", "e"], ["c"]]
     for counts in (3, 2), (7, -1), ():

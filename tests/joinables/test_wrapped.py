@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from join.registry import joinables_of
 from joinables.wrapped import holds_optimizers, unwrapped
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
+from tests.selection import all_or_each
 
 
 class Accelerated(torch.optim.Optimizer):
@@ -135,10 +137,10 @@ def trained(rank: int, kind: str, iterates: bool) -> dict[str, torch.Tensor]:
     return flat_state(ddp.module.state_dict(), *(optimizer.state_dict() for optimizer in inner))
 
 
-@pytest.mark.parametrize("iterates", [False, True])
-@pytest.mark.parametrize(
-    "kind", ["averages", "several", *[f"{cls}.{name}" for cls in ("Shares", "Delegates") for name in NAMES]]
-)
+KINDS = ["averages", "several", *[f"{cls}.{name}" for cls in ("Shares", "Delegates") for name in NAMES]]
+
+
+@pytest.mark.parametrize(("kind", "iterates"), all_or_each(product(KINDS, [False, True])))
 def test_optimizers_without_the_constructor_of_their_base_class(pool: Pool, kind: str, iterates: bool) -> None:
     model = build("mlp")
     first, *rest = model.parameters()

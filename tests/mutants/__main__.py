@@ -88,7 +88,7 @@ class Copy:
             sys.path[:] = [str(self._folder), *(path for path in sys.path if path not in ("", str(ROOT)))]
             # No compiled files, since one of a mutant may be as old and as long as one of the next mutant.
             sys.dont_write_bytecode = True
-            os.environ |= {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
+            os.environ |= {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1", "TESTS": "all"}
             code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", test]))
         finally:
             os._exit(code)

@@ -7,6 +7,36 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     # -- loops over join.iterate ---------------------------------------------------------------------------------------
     Mutant(
+        "join/context.py",
+        "if isinstance(error, GeneratorExit):",
+        "if False:",
+        "tests/join/test_generators.py::test_a_closed_generator_is_out_of_data",
+    ),
+    Mutant(
+        "join/context.py",
+        "error = error.__context__",
+        "error = None",
+        "tests/join/test_generators.py::test_an_exception_that_closes_a_generator_is_told",
+    ),
+    Mutant(
+        "join/block.py",
+        "outer.thread is threading.current_thread() and ",
+        "",
+        "tests/joinables/test_groups.py::test_blocks_of_two_threads",
+    ),
+    Mutant(
+        "join/block.py",
+        "                guard.peers.look_again()",
+        "                pass",
+        "tests/join/test_open.py::test_a_process_that_ends_with_its_block_open[exits]",
+    ),
+    Mutant(
+        "join/block.py",
+        "guard.peers.post(error or never_left)",
+        "guard.peers.post(never_left)",
+        "tests/join/test_open.py::test_a_process_that_ends_with_its_block_open[raises]",
+    ),
+    Mutant(
         "join/loop.py",
         "return self.join_iterators.pop()",
         "return self.join_iterators[0]",
@@ -170,9 +200,15 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "if self.phase is Phase.RUNNING:  # after a break",
+        "if self.phase in (Phase.READING, Phase.RUNNING):  # after a break",
         "if False:  # after a break",
         "tests/join/loop/test_state.py::test_after_a_loop_a_block_is_plain",
+    ),
+    Mutant(
+        "join/loop.py",
+        "            self.phase = Phase.READING\n",
+        "",
+        "tests/join/loop/test_loop.py::test_no_step_is_current_while_a_loop_reads",
     ),
     # -- the channel ---------------------------------------------------------------------------------------------------
     Mutant(

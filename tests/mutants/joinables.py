@@ -433,8 +433,32 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "return {} if self._memory.is_local else sampled",
-        "return sampled",
+        "        self._memory.own = None\n        adopt",
+        "        adopt",
+        "tests/joinables/ddp/test_even_blocks.py::test_steps_alone_are_one_reason_to_differ_and_no_other",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "            memory.own = None  # the",
+        "            pass  # the",
+        "tests/joinables/ddp/test_even_blocks.py::test_steps_alone_are_one_reason_to_differ_and_no_other",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "            self._memory.own = sampled(self._parameters)",
+        "            pass",
+        "tests/joinables/ddp/test_even_blocks.py::test_steps_alone_are_one_reason_to_differ_and_no_other",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "if memory.window.sample not in (None, sample):",
+        "if memory.window.sample is not None:",
+        "tests/joinables/ddp/test_even_blocks.py::test_steps_alone_are_one_reason_to_differ_and_no_other",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "return sample if self._memory.own is None else {}",
+        "return sample",
         "tests/joinables/ddp/test_even_blocks.py::test_ranks_with_as_many_local_steps_are_even",
     ),
     Mutant(
@@ -499,6 +523,12 @@ MUTANTS = [
         "tests/joinables/test_own_collectives.py::test_a_module_that_takes_no_empty_batch",
     ),
     # -- dummies -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "joinables/dummy_forward.py",
+        "self._calls, self._changed, self.is_kept, self._at_start = [], set",
+        "_, self._changed, self.is_kept, self._at_start = [], set",
+        "tests/joinables/test_dummy_calls.py::test_a_loop_with_longer_rows_than_the_one_before",
+    ),
     Mutant(
         "joinables/dummy_forward.py",
         "is_last = channel.step.may_be_last",
@@ -612,8 +642,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/collectives/_torch_private.py",
-        "    with thawed(parameters):\n        return [torch",
-        "    if parameters:\n        return [torch",
+        "    with thawed(parameters), torch.enable_grad():\n        views",
+        "    with torch.enable_grad():\n        views",
         "tests/joinables/ddp/test_frozen_for_a_backward.py::test_frozen_when_a_block_is_entered",
     ),
     Mutant(
@@ -643,8 +673,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "keeps = unreduced or self._collective.rank == source",
-        "keeps = self._collective.rank == source",
+        "        elif unreduced:\n            gradients = [torch.empty",
+        "        elif False:\n            gradients = [torch.empty",
         "tests/joinables/ddp/test_window_over_blocks.py::test_equals_one_process",
     ),
     Mutant(

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tests.ending import End
-from tests.selection import ALL
+from tests.selection import NIGHT
 from tests.two_hosts.hosts import HOSTS, Hosts
 from tests.two_hosts.ranks import PAUSE, Call, Folder
 
@@ -16,7 +16,7 @@ START_SECONDS = 90.0  # that torchrun may take beside others, or all ranks until
 KILL_SECONDS = 20.0  # that killing them may take
 MEMORY = {"each host its own memory": (True, True)}
 """Which hosts have processes of their own, by what that means."""
-if ALL:
+if NIGHT:
     MEMORY |= {"one memory": (False, False), "one host its own memory": (False, True)}
 
 

@@ -44,7 +44,7 @@ def test_all_end(fleets: dict[str, Fleet], cut_at: dict[str, float], memory: str
     ends = fleets[memory].ends(CALLS[memory, loop], deadline=cut + loop.seconds)
     for end in ends:
         assert end.code == 1, text_of(ends, cut)
-        assert 0 < end.at - cut < loop.seconds, text_of(ends, cut)
+        assert end.at > cut, text_of(ends, cut)
         assert _says_why(end, loop), text_of(ends, cut)
 
 

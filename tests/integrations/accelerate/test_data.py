@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -36,7 +38,7 @@ def gather(rank: int, counts: tuple[int, ...]) -> tuple[Any, ...]:
                 gathered = accelerate.gather_for_metrics({"x": x, "y": (model(x), x.sum())})
                 found.append([gathered["x"], gathered["y"][0], gathered["y"][1]])
                 names += accelerate.gather_for_metrics([f"{rank}: {len(x)}"], use_gather_object=True)
-            with pytest.raises(JoinError, match=r"call accelerator\.gather_for_metrics only in a loop"):
+            with pytest.raises(JoinError, match=r"call accelerator\.gather_for_metrics only in the body"):
                 accelerate.gather_for_metrics(torch.ones(1))
         return found, names, accelerate.gather_for_metrics(torch.ones(1)).shape
 
@@ -84,7 +86,9 @@ def train_locally(rank: int, in_loop: bool) -> None:
         local = imported("accelerate.local_sgd").LocalSGD
         data = [batch(rank, 0, step)[0] for step in range(rank)]
         with join_uneven_inputs(accelerate, [model]) as join:
-            told = pytest.raises(JoinError, match=r"call accelerator\.reduce only in a loop over .* \[J116\]")
+            told = pytest.raises(
+                JoinError, match=r"call accelerator\.reduce only in the body of a loop over .* \[J116\]"
+            )
             with told, local(accelerate, model, local_sgd_steps=1) as sgd:
                 for x in join.iterate(data) if in_loop else ():
                     accelerate.backward(model(x).square().mean())
@@ -165,6 +169,50 @@ def test_samples_that_are_repeated(pool: Pool, given: bool, inside: bool | None)
         assert after is given
         texts = [text for text in told if "A prepared loader repeats samples" in text]
         assert len(texts) == (given and inside is None)
+
+
+class Asked:
+    """A loader that others read."""
+
+    def __init__(self, *loaders: Any) -> None:
+        self.loaders = loaders
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self.loaders)
+
+
+def train_on_prepared(rank: int, count: int, kind: str) -> tuple[list[float], list[int]]:
+    """Train on prepared loaders; the samples that counted, and the sizes of evaluations."""
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        accelerate, found, sizes = accelerator(), list[float](), list[int]()
+        data = TensorDataset(torch.arange(float(count))[:, None])
+        model, *loaders = accelerate.prepare(torch.nn.Linear(1, 1), *[DataLoader(data, batch_size=4) for _ in "ab"])
+        with join_uneven_inputs(accelerate, [model], even_batches=False) as join:
+            if kind == "prepared inside":
+                loaders = [accelerate.prepare(DataLoader(data, batch_size=4))]
+            loops = [loaders[0], loaders[0]] if kind == "two loops" else [loaders[0]]
+            for loader in [Asked(*loaders)] if kind == "chained" else loops:
+                batches = join.iterate(loader)
+                assert kind != "length" or len(batches) == -(-count // 8)
+                for (x,) in batches:
+                    accelerate.backward(model(x).mean())
+                    found += [] if join.shadowing else x.flatten().tolist()
+                    if kind in ("evaluated", "prepared inside"):
+                        sizes.append(sum(len(accelerate.gather_for_metrics(part)) for (part,) in loaders[0]))
+        return found, sizes
+
+
+@pytest.mark.parametrize("kind", ["alone", "length", "two loops", "chained", "evaluated", "prepared inside"])
+@pytest.mark.parametrize("count", [18, 3])
+def test_no_sample_of_a_prepared_loader_is_repeated(pool: Pool, count: int, kind: str) -> None:
+    """The loop reads before its first step, or between two, or from a loader that is evaluated in a step, too."""
+    ranks = pool.run(train_on_prepared, count, kind, ranks=RANKS)
+    times = 2 if kind in ("two loops", "chained") else 1
+    assert sorted(each for found, _ in ranks for each in found) == sorted([*range(count)] * times)
+    assert all(size == count for _, sizes in ranks for size in sizes)
+    assert len(ranks[0][1]) == (-(-count // 8) if kind in ("evaluated", "prepared inside") else 0)
 
 
 def read_dispatched(rank: int, iterate: bool) -> tuple[list[float], list[str]]:

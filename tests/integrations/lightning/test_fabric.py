@@ -119,11 +119,10 @@ def loses_its_state(rank: int) -> None:
     loader = StatefulDataLoader(numbers, batch_size=1)
     wrapped = fabric.setup_dataloaders(loader)
     with Join([], process_group=None) as join:
-        for _ in join.iterate(wrapped):
-            with pytest.raises(TypeError, match=r"wrapper\.state_dict = loader\.state_dict before the loop\. \[J075\]"):
-                join.loader_state()
+        with pytest.raises(TypeError, match=r"wrapper\.state_dict = loader\.state_dict before the loop\. \[J075\]"):
+            join.iterate(wrapped, resumable=True)
         wrapped.state_dict = loader.state_dict
-        for step, _ in enumerate(join.iterate(wrapped), 1):
+        for step, _ in enumerate(join.iterate(wrapped, resumable=True), 1):
             assert join.loader_state()["_num_yielded"] == step
 
 

@@ -18,6 +18,7 @@ from joinables.integrations.lightning import JoinStrategy
 from joinables.integrations.lightning.names import check_version
 from tests.ending import Ending, assert_blamed, say
 from tests.integrations.lightning.training import Case, Counting, Module, Stream, loader_of, quiet, trainer_of
+from tests.selection import assert_soon
 
 
 class Broken(Module):
@@ -53,7 +54,7 @@ def test_an_exception_ends_all_ranks(ending: Ending, hook: str, failing: int) ->
     ends = ending.ends(break_down, hook, failing, ranks=2)
     assert all(end.code for end in ends)
     assert_blamed([end.error for end in ends], failing, "ValueError: broken")
-    assert abs(ends[0].at - ends[1].at) < 10
+    assert_soon(abs(ends[0].at - ends[1].at), 10)
 
 
 def wrap_twice(rank: int) -> None:

@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.integrations.ray.page import TRAINED
 from tests.integrations.ray.training import CASES, WORKERS
+from tests.integrations.samples import Trained, alone, assert_as_one_process
 from tests.joinables.trainer.elastic import WORK, assert_exact
 from tests.models import assert_same
 from tests.training import reference, tolerance_of
@@ -78,6 +81,15 @@ def test_the_same_function_ends_as_one_process(folder: Path, launcher: str) -> N
     for work in WORK if launcher == "Ray" else ():  # which has also restarted workers of which one was killed
         assert (folder / work / "killed-0").exists()
         assert_exact(folder / work, WORKERS)
+
+
+@pytest.mark.timeout(LIMIT + 60)
+def test_the_example_of_the_page(folder: Path) -> None:
+    run(folder, "-m", "tests.integrations.ray.page", str(folder))
+    wait_until_gone(folder)
+    for number, data in enumerate(TRAINED):
+        ranks = [Trained(**torch.load(folder / f"{number}-{rank}")) for rank in range(WORKERS)]
+        assert_as_one_process(data, ranks, replace(alone(ranks, by_samples=False), logged=[]))
 
 
 @pytest.mark.timeout(LIMIT + 60)

@@ -13,11 +13,9 @@ import pytest
 
 from tests.ending import End, Ending, Running
 from tests.join.failure.cells import FAILS, HOWS, MODES, OWN, Cell, exists, fit, main
-from tests.selection import all_or_some
+from tests.selection import all_or_some, assert_soon, in_quiet
 
 SECONDS = 10.0  # that the others may take
-if "PYTEST_XDIST_WORKER" in os.environ:  # beside other tests, of which each has more processes than there are cores
-    SECONDS = 30.0
 AT_ONCE = 3
 MEMORY = Path("/dev/shm")
 
@@ -46,6 +44,7 @@ def start(ending: Ending, cell: Cell) -> Running:
     return ending.start(main, cell, over_group=over_group)
 
 
+@in_quiet
 @pytest.mark.parametrize("cell", all_or_some(CELLS, Cell._asdict), ids=str)
 def test_end(request: pytest.FixtureRequest, ending: Ending, started: dict[Cell, Running], cell: Cell) -> None:
     """The cells of the next tests are started with this one: most of what they do is to wait."""
@@ -82,9 +81,9 @@ def check(cell: Cell, ends: list[End]) -> None:
         assert end.error.startswith("PeerError: "), told
         cause = OWN.get(cell.how, "is gone")
         assert f"rank {FAILS} failed: {cause}" in end.error or f"rank {FAILS} {cause}" in end.error, told
-        assert end.at - max(failed.at, failed_at) < SECONDS, told
+        assert_soon(end.at - max(failed.at, failed_at), SECONDS, told)
         assert "restart from a checkpoint" in end.error, told
-    assert failed.at - failed_at < SECONDS, told
+    assert_soon(failed.at - failed_at, SECONDS, told)
 
 
 def check_fit(cell: Cell, end: End) -> None:
@@ -98,4 +97,4 @@ def check_fit(cell: Cell, end: End) -> None:
     else:
         assert end.error.startswith(OWN[cell.how]), end.text
     assert end.code == (-2 if cell.how == "KeyboardInterrupt" else 1), end.text
-    assert end.at - float(end.said("failed")) < SECONDS, end.text
+    assert_soon(end.at - float(end.said("failed")), SECONDS, end.text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from join.collectives import collective_of
 from tests.ending import Ending
 from tests.join.counter import Counter
 from tests.meeting import tell, wait_for
+from tests.selection import all_or_each
 from tests.shorter import using
 
 
@@ -102,9 +104,14 @@ def entering(rank: int, where: str, error: type[BaseException], block: str) -> s
     return text
 
 
-@pytest.mark.parametrize("over_group", [False, True])
-@pytest.mark.parametrize("block", ["first", "second", "nested"])
-@pytest.mark.parametrize(("where", "error"), [("before_entering", ValueError), ("attach", KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("where", "error", "block", "over_group"),
+    all_or_each(
+        (*raised, block, over_group)
+        for raised in [("before_entering", ValueError), ("attach", KeyboardInterrupt)]
+        for block, over_group in product(["first", "second", "nested"], [False, True])
+    ),
+)
 def test_a_rank_that_fails_while_it_enters(
     ending: Ending, where: str, error: type[BaseException], block: str, over_group: bool
 ) -> None:

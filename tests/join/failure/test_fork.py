@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from join import Join
 from tests.ending import Ending
 from tests.models import TOLERANCE, batch, build, mlp_in_one_process
+from tests.selection import all_or_each
 
 COUNTS, FORKS = (4, 3, 0), 1  # batches by rank, and which rank forks
 
@@ -66,8 +67,10 @@ def training(rank: int, how: str, iterates: bool) -> list[torch.Tensor] | None:
     return [parameter.detach() for parameter in ddp.module.parameters()]
 
 
-@pytest.mark.parametrize(("iterates", "over_group"), [(False, False), (True, True)])
-@pytest.mark.parametrize("how", [*ENDS, "subprocess", "worker"])
+@pytest.mark.parametrize(
+    ("how", "iterates", "over_group"),
+    all_or_each((how, *way) for how in (*ENDS, "subprocess", "worker") for way in [(False, False), (True, True)]),
+)
 def test_the_ranks_train_on(ending: Ending, how: str, iterates: bool, over_group: bool) -> None:
     for end in ending.ends(training, how, iterates, over_group=over_group, tidies=False, limit=30):
         assert end.code == 0, end.text

@@ -21,7 +21,7 @@ from docs.interrupted import DATA, PAGE, page
 from join import Join
 from tests.ending import End, Ending, Running
 from tests.models import batch, build
-from tests.selection import ALL
+from tests.selection import NIGHT, in_test_all
 
 ROOT = Path(__file__).parent.parent.parent.parent
 SAMPLE = 2  # lines of each door, transport and way
@@ -144,9 +144,10 @@ def cases_of(ending: Ending, most: int) -> list[tuple[bool, str, str, str]]:
     return cases
 
 
-@pytest.mark.timeout(7200 if ALL else 240)
+@in_test_all
+@pytest.mark.timeout(7200 if NIGHT else 240)
 def test_the_other_rank_learns_of_it(ending: Ending) -> None:
-    cases = cases_of(ending, 10**6 if ALL else SAMPLE)
+    cases = cases_of(ending, 10**6 if NIGHT else SAMPLE)
     table: dict[str, dict[str, int]] = {}
     wrong: list[tuple[Any, ...]] = []
     for case, found in zip(cases, outcomes(ending, cases), strict=True):
@@ -157,7 +158,7 @@ def test_the_other_rank_learns_of_it(ending: Ending) -> None:
             row[found] += 1
         else:
             wrong.append((*case, found))
-    if ALL and not wrong:
+    if NIGHT and not wrong:
         DATA.write_text(json.dumps({"of": len(cases), "rows": table}, indent=1) + "\n")
     assert not wrong, f"{len(wrong)} of {len(cases)}: {table}, {wrong[:20]}"
 

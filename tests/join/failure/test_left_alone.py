@@ -21,6 +21,7 @@ from tests.ending import Ending
 from tests.join.counter import group_works
 from tests.models import MLP, TARGETS, Norm, batch, build
 from tests.pool import Pool
+from tests.selection import all_or_each
 from tests.shorter import using
 from tests.training import mesh_of
 
@@ -147,7 +148,7 @@ LEFT_OUT = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "steps", "lookahead", "how", "over_group"), LEFT_OUT)
+@pytest.mark.parametrize(("kind", "steps", "lookahead", "how", "over_group"), all_or_each(LEFT_OUT))
 def test_a_rank_that_leaves_out_a_step(
     ending: Ending, kind: type[Body], steps: range, lookahead: int, how: dict[str, Any], over_group: bool
 ) -> None:
@@ -170,7 +171,7 @@ RAISES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "step", "place", "lookahead", "how", "over_group"), RAISES)
+@pytest.mark.parametrize(("kind", "step", "place", "lookahead", "how", "over_group"), all_or_each(RAISES))
 def test_the_others_are_told_whatever_the_body_does(
     ending: Ending, kind: type[Body], step: int, place: int, lookahead: int, how: dict[str, Any], over_group: bool
 ) -> None:

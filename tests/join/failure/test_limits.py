@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from tests.ending import End, Ending
 from tests.models import TOLERANCE, batch, build, mlp_in_one_process
+from tests.selection import in_test_all
 
 COUNTS, LACKS = (3, 2, 0), 1  # batches by rank, and which rank lacks something
 
@@ -93,7 +94,7 @@ def test_a_failure_is_told_without_any_thread(ending: Ending, over_group: bool) 
     assert first.startswith("PeerError: rank 1 failed: ValueError: mine") and third.startswith("PeerError: rank 1 ")
 
 
-@pytest.mark.parametrize("over_group", [False, True])
+@pytest.mark.parametrize("over_group", [False, pytest.param(True, marks=in_test_all)])
 def test_too_few_files(ending: Ending, over_group: bool) -> None:
     how = {"over_group": over_group, "tidies": False, "limit": 40}
     started = [ending.start(training, "files", spare, **how) for spare in (0, 3, 30)]

@@ -10,6 +10,7 @@ from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from threading import Event
 from typing import Any
@@ -574,6 +575,47 @@ def test_no_step_is_the_last_one_after_a_loop_that_was_left() -> None:
             return [in_loop, join.is_last_step]
 
     assert run_threads(2, run) == [[True, False]] * 2
+
+
+class Asking(list[int]):
+    """Batches that call a function whenever one is read."""
+
+    ask: Callable[[], None]
+
+    def __iter__(self) -> Iterator[int]:
+        self.ask()
+        for each in super().__iter__():
+            yield each
+            self.ask()
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_no_step_is_current_while_a_loop_reads(window: int) -> None:
+    """Once its length is known, and in the loader, between the steps of other ranks and of this one."""
+
+    def run(collective: ThreadCollective) -> tuple[int, set[str]]:
+        join, found = Join([Leading(collective)]), list[str]()
+
+        def ask() -> None:
+            assert join.weight is None
+            assert (join.shadowing, join.ends_window, join.is_last_step) == (False, True, False)
+            calls = partial(join.scale, 1.0), partial(join.mean, 1.0), lambda: join.total_weight
+            for call in (*calls, partial(setattr, join, "weight", 2.0)):
+                with pytest.raises(JoinError) as caught:
+                    call()
+                found.append(str(caught.value)[-5:-1])
+
+        loader = Asking(range(3 * collective.rank))
+        loader.ask = ask
+        with join:
+            batches = join.iterate(loader, weigh=lambda _: 3.0, window=window)
+            assert len(batches) == 3
+            ask()
+            for _ in batches:
+                assert join.weight == join.total_weight * collective.rank == 3.0 * collective.rank
+        return len(found), set(found)
+
+    assert run_threads(2, run) == [(4 * calls, {"J780", "J686", "J735", "J468"}) for calls in (2, 5)]
 
 
 def test_early_termination() -> None:

@@ -116,9 +116,9 @@ def test_mean_in_a_block_that_is_not_enabled(pool: Pool) -> None:
 
 def test_mean_outside_a_loop_says_what_to_do() -> None:
     join = Join([torch.nn.Linear(1, 1)])
-    with join, pytest.raises(JoinError, match=r"outside a loop.*joinables\.Mean.*\[J055\]"):
+    with join, pytest.raises(JoinError, match=r"outside the body of a loop.*joinables\.Mean.*\[J055\]"):
         join.mean(1.0)
-    with join, pytest.raises(JoinError, match=r"outside a loop.*\[J055\]"):
+    with join, pytest.raises(JoinError, match=r"outside the body of a loop.*\[J055\]"):
         print(join.total_weight)
     with join, pytest.raises(TypeError, match=r"type str\. Pass a number.*\[J680\]"):
         for _ in join.iterate(range(1)):

@@ -14,6 +14,7 @@ from join.collectives import ThreadCollective, collective_of, run_threads
 from tests.ending import Ending
 from tests.join.counter import Counter
 from tests.pool import Pool
+from tests.selection import in_test_all
 
 SIZES = 7, 3, 0
 
@@ -59,7 +60,7 @@ def resumed(rank: int, kind: str, lookahead: int, stops: range) -> None:
                 if leg:
                     loader.load_state_dict(state)
                 with Join([Counter(collective)]) as join:
-                    for step, batch in enumerate(join.iterate(loader, lookahead=lookahead)):
+                    for step, batch in enumerate(join.iterate(loader, lookahead=lookahead, resumable=True)):
                         if not join.shadowing:
                             seen += batch.tolist()
                         if (leg, step) == (0, stop):
@@ -79,7 +80,7 @@ def test_every_sample_exactly_once(pool: Pool, kind: str, lookahead: int, stops:
     pool.run(resumed, kind, lookahead, stops)
 
 
-@pytest.mark.parametrize("lookahead", [1, 4])
+@pytest.mark.parametrize("lookahead", [pytest.param(1, marks=in_test_all), 4])
 def test_every_sample_of_a_loader_with_workers_exactly_once(ending: Ending, lookahead: int) -> None:
     ending.run(resumed, "workers: 2", lookahead, range(1, 6, 2))
 
@@ -90,9 +91,9 @@ def epochs(rank: int) -> None:
     for enable in (True, False):
         loader = Positioned(SIZES[rank])
         with Join([Counter(collective)], enable=enable) as join:
-            with pytest.raises(JoinError, match=r"join.loader_state was called outside a loop"):
+            with pytest.raises(JoinError, match=r"join.loader_state was called outside"):
                 join.loader_state()
-            for step, batch in enumerate(join.iterate(loader, lookahead=2)):
+            for step, batch in enumerate(join.iterate(loader, lookahead=2, resumable=True)):
                 if not join.shadowing:
                     assert join.loader_state() == {"at": int(batch) + 1, "epoch": 0}
                 else:
@@ -111,7 +112,8 @@ def test_batches_that_a_loop_until_the_first_leaves(lookahead: int) -> None:
 
     def run(collective: ThreadCollective) -> Any:
         with Join([Counter(collective)]) as join:
-            for _ in join.iterate(Positioned((7, 3, 2)[collective.rank]), "first", lookahead=lookahead):
+            loader = Positioned((7, 3, 2)[collective.rank])
+            for _ in join.iterate(loader, "first", lookahead=lookahead, resumable=True):
                 pass
         return join.loader_state()
 
@@ -126,14 +128,38 @@ class Unwilling(list[Any]):
 def test_loaders_that_have_no_state() -> None:
     def run(collective: ThreadCollective) -> None:
         with Join([Counter(collective)]) as join:
-            for _ in join.iterate([1, 2]):
-                with pytest.raises(
-                    TypeError, match=r"needs a loader with state_dict and load_state_dict, but list has"
-                ):
-                    join.loader_state()
-            for _ in join.iterate(Unwilling([1, 2])):
+            with pytest.raises(TypeError, match=r"needs a loader with state_dict and load_state_dict, but list has"):
+                join.iterate([1, 2], resumable=True)
+            for _ in join.iterate(Unwilling([1, 2]), resumable=True):
                 with pytest.raises(JoinError, match="state_dict of Unwilling raised an exception") as caught:
                     join.loader_state()
                 assert isinstance(caught.value.__cause__, ValueError)
 
     run_threads(2, run)
+
+
+class Counting(Positioned):
+    """A loader whose state takes long to make."""
+
+    calls = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.calls += 1
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_a_loader_is_asked_for_its_state_only_if_the_loop_is_resumable(enable: bool) -> None:
+    def run(collective: ThreadCollective) -> list[int]:
+        asked: list[int] = []
+        for resumable in (False, True):
+            loader = Counting(SIZES[collective.rank])
+            with Join([Counter(collective)], enable=enable) as join:
+                list(join.iterate(loader, resumable=resumable) if resumable else join.iterate(loader))
+            if not resumable:
+                with pytest.raises(JoinError, match=r"no state of the Counting, .*resumable=True.*\[J795\]"):
+                    join.loader_state()
+            asked.append(loader.calls)
+        return asked
+
+    assert run_threads(3, run) == [[0, size + 2] for size in SIZES]  # before the first batch, and at the end

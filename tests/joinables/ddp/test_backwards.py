@@ -19,6 +19,7 @@ from tests.ending import Ending
 from tests.join.counter import Counter
 from tests.models import assert_same, batch, flat_state
 from tests.pool import Pool
+from tests.selection import all_or_each
 
 COUNTS = (2, 5, 0)
 
@@ -100,7 +101,7 @@ CASES = [Case(kind, way, buffers) for kind, way, buffers in product(KINDS, ["pla
 CASES += [Case(kind, unused=True) for kind in KINDS] + [Case(kind, "plain", True, timeout=30.0) for kind in KINDS]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", all_or_each(CASES), ids=str)
 def test_equals_one_process(pool: Pool, case: Case) -> None:
     expected = reference(case)
     if case.kind == "preview" and case.way == "plain":  # where statistics may miss the step after a rank's last one

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, ProtocolError
 from tests.cases import Model, Shards
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
@@ -48,10 +50,56 @@ def test_ranks_that_differ_in_local_steps_are_uneven(pool: Pool, model: str, cou
         assert_same(after, longest)
 
 
-def test_ranks_with_as_many_local_steps_are_even(pool: Pool) -> None:
-    for even, before, after in pool.run(train_locally, "mlp", (5, 5, 5)):
+@pytest.mark.parametrize("count", [5, 1])
+def test_ranks_with_as_many_local_steps_are_even(pool: Pool, count: int) -> None:
+    for even, before, after in pool.run(train_locally, "mlp", (count, count, count)):
         assert even
         assert_same(after, before)  # each has its own, as without the block
+
+
+def accumulate(rank: int, ddp: Any, optimizer: Any, count: int = 4, *, alone: bool = False) -> None:
+    """Synchronise every second backward, and step after each of these, or alone after every backward."""
+    with Join([ddp, optimizer], divide_by_initial_world_size=False):
+        for step in range(count):
+            x, y = batch(rank, 0, step)
+            with nullcontext() if step % 2 else ddp.no_sync():
+                ((ddp(x) - y) ** 2).mean().backward()
+            if alone or step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def one_rank_changes(rank: int, kinds: tuple[str, ...]) -> list[str]:
+    """For each kind of blocks: what the next block says once rank 1 alone has changed its weights."""
+    texts = list[str]()
+    for kind in kinds:
+        ddp = DistributedDataParallel(build("mlp"))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        train = partial(accumulate, rank, ddp, optimizer)
+        train(alone=kind != "accumulates")
+        train(0)  # an evaluation
+        if kind == "averages":
+            for parameter in ddp.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= 3
+        if kind == "uneven":
+            train(2 * rank, alone=True)
+        train()
+        for parameter in ddp.parameters() if rank == 1 else ():
+            parameter.data *= 1.5
+        try:
+            train(alone=kind == "stays apart")
+            texts.append("fine")
+        except ProtocolError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_steps_alone_are_one_reason_to_differ_and_no_other(pool: Pool) -> None:
+    kinds = ("accumulates", "averages", "uneven", "stays apart")
+    for *others, apart in pool.run(one_rank_changes, kinds, ranks=3):
+        assert apart == "fine"
+        assert all(text.endswith("[J441]") and "squared norm" in text for text in others), others
 
 
 def normalise(rank: int, how: str, way: str) -> tuple[bool, Any, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Step, shorter
 from tests.pool import Pool
-from tests.selection import all_or_some
+from tests.selection import Parts, all_or_each, all_or_some, parts_in
 from tests.training import check
 
 CASES = {
@@ -140,7 +140,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+def parts_of_case(name: str) -> Parts:
+    return parts_in(CASES[name])
+
+
+@pytest.mark.parametrize("name", all_or_each(CASES, parts_of_case))
 def test_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, shorter(CASES[name]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from join import Join, JoinError
 from tests.ending import Ending
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
+from tests.selection import all_or_each
 
 
 def outcome(rank: int, weights: tuple[tuple[Any, ...], ...], kept: bool = False, initial: bool = True) -> str:
@@ -69,9 +71,12 @@ ON_SOME = "ValueError: join.weight is set on 1 ranks and not on 1. Set it on all
 CHANGES = [((2, None, 2), (2, 2, 2), ()), ((None, 2, None), (None, None, None), ())]
 
 
-@pytest.mark.parametrize("initial", [True, False])
-@pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("weights", [((None, None), (2, 2), ()), ((None, None), (None, 2), ()), *CHANGES])
+@pytest.mark.parametrize(
+    ("weights", "kept", "initial"),
+    all_or_each(
+        product([((None, None), (2, 2), ()), ((None, None), (None, 2), ()), *CHANGES], [True, False], [True, False])
+    ),
+)
 def test_weight_on_one_rank_only(ending: Ending, weights: Any, kept: bool, initial: bool) -> None:
     texts = ending.run(outcome, weights, kept, initial)
     assert ON_SOME in texts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -10,6 +12,7 @@ from join import Join, JoinError
 from tests.ending import Ending
 from tests.models import TOLERANCE, assert_same, batch, build
 from tests.pool import Pool
+from tests.selection import all_or_each
 
 COUNTS = ((1, 1, 0), (1, 1, 0))
 KINDS = ["all ranks", "contributors", "weights", "weights, after a reduction", "weights, on a result"]
@@ -53,9 +56,14 @@ def train(rank: int, cleared: str, kind: str, validates: bool, net: str) -> dict
     return gradients(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cleared", CLEARED)
-@pytest.mark.parametrize(("validates", "net"), [(False, "mlp"), (True, "mlp"), (False, "norm")])
+@pytest.mark.parametrize(
+    ("kind", "cleared", "validates", "net"),
+    all_or_each(
+        (kind, cleared, *how)
+        for kind, cleared in product(KINDS, CLEARED)
+        for how in [(False, "mlp"), (True, "mlp"), (False, "norm")]
+    ),
+)
 def test_equals_one_process(pool: Pool, cleared: str, kind: str, validates: bool, net: str) -> None:
     """A module with buffers sends a header of another burst before the first backward of a block."""
     model = build(net)

@@ -27,7 +27,7 @@ from joinables.state import ModuleState
 from tests.join.counter import Counter
 from tests.models import batch, build
 from tests.pool import Pool
-from tests.selection import all_or_some, by_position
+from tests.selection import all_or_some
 from tests.training import shard
 
 # torchmetrics knows nothing of what other ranks have seen: as after its own synchronisation.
@@ -117,7 +117,7 @@ def alone() -> Iterator[dict[str, float]]:
 ROWS = product(("ddp", "sharded"), ("plain", "lockstep"))
 
 
-@pytest.mark.parametrize(("kind", "way"), all_or_some(ROWS, by_position, together=1))
+@pytest.mark.parametrize(("kind", "way"), all_or_some(ROWS, together=1))
 def test_values_are_those_of_one_process(pool: Pool, kind: str, way: str) -> None:
     expected = list(alone())
     for results in pool.run(distributed, kind, way, ranks=3):

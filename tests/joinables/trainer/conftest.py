@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from joinables.trainer import Launcher, strategy
-from tests.selection import ALL
+from tests.selection import NIGHT
 
 
 class FromServer(Launcher):
@@ -33,5 +33,5 @@ def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def from_server(request: pytest.FixtureRequest, server: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not ALL or request.node.get_closest_marker("spawns") is None:
+    if not NIGHT or request.node.get_closest_marker("spawns") is None:
         monkeypatch.setattr(strategy, "Launcher", FromServer)

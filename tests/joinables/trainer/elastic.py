@@ -110,7 +110,7 @@ def by_hand(folder: Path, kills: tuple[Kill, ...]) -> None:
         if as_before:
             loader.load_state_dict(saved["loaders"][rank])
         with Join([model, optimizer, scheduler]) as join:
-            for x, y, numbers in join.iterate(loader, weigh=lambda data: len(data[0])):
+            for x, y, numbers in join.iterate(loader, weigh=lambda data: len(data[0]), resumable=True):
                 diary.may_be_killed(total, is_over=False)
                 diary.uses(total, numbers)
                 optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import hashlib
 import io
 import multiprocessing
 import os
@@ -11,7 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+import zipfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +25,7 @@ import pytest
 import torch
 
 from joinables.trainer import EarlyStopping, ModelCheckpoint, Trainer
-from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from joinables.trainer.checkpoint import _SEAL, read_checkpoint, write_checkpoint
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.selection import at_night
 
@@ -39,15 +43,13 @@ def write_and_die(path: Path) -> None:
     write_checkpoint({"number": 1}, path)
 
 
-def test_what_a_killed_writer_leaves_is_replaced(tmp_path: Path) -> None:
+def test_what_a_killed_writer_leaves(tmp_path: Path) -> None:
     writer = FORKS.Process(target=write_and_die, args=(tmp_path / "file.ckpt",))
     writer.start()
     writer.join()
     assert writer.exitcode == -signal.SIGKILL
     (left,) = names(tmp_path)
-    assert re.fullmatch(rf"\.joinables-\w+-{writer.pid}-\w+\.part", left)
-    write_checkpoint({}, tmp_path / "another.ckpt")
-    assert names(tmp_path) == {"another.ckpt"}
+    assert re.fullmatch(r"\.joinables-\w+\.part", left)
 
 
 def write_often(path: Path, number: int) -> None:
@@ -138,13 +140,50 @@ class Harmful:
 
 
 def test_reading_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(TypeError, match="objects that cannot be read again"):
+    with pytest.raises(TypeError, match=r"objects that cannot be read again: .*print\)") as caught:
         write_checkpoint({"x": Harmful()}, tmp_path / "bad.ckpt")
+    assert "weights_only" not in str(caught.value) and caught.value.__context__ is None  # torch's advice
     assert names(tmp_path) == set()
     torch.save({"x": Harmful()}, tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match=r"other.ckpt' does not end with the checksum"):
         read_checkpoint(tmp_path / "other.ckpt")
     assert "must not run" not in capsys.readouterr().out
+
+
+def seal(path: Path) -> None:
+    path.write_bytes((data := path.read_bytes()) + _SEAL + hashlib.sha256(data).hexdigest().encode())
+
+
+def test_compressed_entries_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three gigabytes of zeros are a file of three megabytes."""
+    torch.save({"data": torch.zeros(100_000)}, tmp_path / "stored")
+    with zipfile.ZipFile(tmp_path / "stored") as stored, zipfile.ZipFile(tmp_path / "small.ckpt", "w") as small:
+        for name in stored.namelist():
+            small.writestr(name, stored.read(name), zipfile.ZIP_DEFLATED if "data.pkl" in name else zipfile.ZIP_STORED)
+    seal(tmp_path / "small.ckpt")
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(ValueError, match=r"ckpt_path='.*small.ckpt' .*: it has compressed entries\. .*\[J794\]"):
+        read_checkpoint(tmp_path / "small.ckpt")
+
+
+@pytest.mark.parametrize("kind", ["object", "script", "no archive", "no pickle"])
+def test_a_sealed_file_of_another_kind(tmp_path: Path, kind: str) -> None:
+    """Torch's text would advise ``weights_only=False``; it does not appear, even further up in the traceback."""
+    path = tmp_path / "file.ckpt"
+    if kind in ("script", "no pickle"):
+        entries = {"data.pkl": b"\x80\x02(.", "version": b"3\n", "byteorder": b"little"}
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in {**entries, **({"constants.pkl": b""} if kind == "script" else {})}.items():
+                archive.writestr(f"file/{name}", data)
+    else:
+        torch.save({"x": Harmful()}, path, _use_new_zipfile_serialization=kind == "object")
+    seal(path)
+    warned = pytest.warns(match="TorchScript") if kind == "script" else nullcontext()
+    with warned, pytest.raises(ValueError, match=r"not a checkpoint that a Trainer has written: .*\[J794\]") as caught:
+        read_checkpoint(path)
+    assert ("data and tensors (builtins.print)" in str(caught.value)) == (kind == "object")
+    assert "weights_only" not in "".join(traceback.format_exception(caught.value))
+    assert caught.value.__context__ is None
 
 
 def damaged(data: bytes) -> Iterator[bytes]:

@@ -15,9 +15,14 @@ from tests.joinables.trainer.modules import Classifier, dataset
 from tests.joinables.trainer.ranks import trainer
 from tests.models import TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
+from tests.selection import all_or_each
 
 GLOBAL_BATCH = 12
 SAMPLES = 50
+
+
+RANKS = [((3,), 2), ((2,), 1), ((1,), 3), ((3, 2), 1)]
+"""Numbers of ranks that are interrupted, and of those that resume."""
 
 
 class Seen(Classifier):
@@ -61,8 +66,10 @@ def fit(rank: int, ranks: int, folder: str, accumulate: int, stop: int | None, r
     return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics["train_loss"], module.seen
 
 
-@pytest.mark.parametrize(("before", "after"), [((3,), 2), ((2,), 1), ((1,), 3), ((3, 2), 1)])
-@pytest.mark.parametrize(("accumulate", "done"), [(1, 0), (1, 1), (2, 1)])
+@pytest.mark.parametrize(
+    ("before", "after", "accumulate", "done"),
+    all_or_each((*ranks, *steps) for ranks in RANKS for steps in [(1, 0), (1, 1), (2, 1)]),
+)
 def test_another_number_of_ranks_goes_on(
     pool: Pool, tmp_path: Path, before: tuple[int, ...], after: int, accumulate: int, done: int
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.ending import Ending
 from tests.joinables.trainer.elastic import STEPS, WORK, Kill, assert_exact
-from tests.selection import ALL
+from tests.selection import NIGHT, at_night, in_test_all
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -58,8 +58,8 @@ def torchrun(rank: int, work: str, folder: str, nodes: int, ranks: int, restarts
 
 
 ALONE: dict[str, Any] = {"group": False, "limit": 150}  # seconds, for a slow machine
-SEEDS = range(10) if ALL else range(1)
-SOME_WORK = WORK if ALL else [*WORK][:1]
+SEEDS = range(10) if NIGHT else range(1)
+SOME_WORK = WORK if NIGHT else [*WORK][:1]
 
 
 def drawn(seed: int, count: int, **where: Any) -> list[Kill]:
@@ -77,6 +77,7 @@ def test_as_many_ranks_go_on(ending: Ending, tmp_path: Path, work: str, seed: in
     assert_exact(tmp_path, 3)
 
 
+@in_test_all
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_fewer_ranks_go_on(ending: Ending, tmp_path: Path, work: str, seed: int) -> None:
@@ -88,6 +89,7 @@ def test_fewer_ranks_go_on(ending: Ending, tmp_path: Path, work: str, seed: int)
     assert_exact(tmp_path, 2)
 
 
+@in_test_all
 @pytest.mark.parametrize("work", SOME_WORK)
 def test_a_rank_is_killed_before_it_meets_the_others(ending: Ending, tmp_path: Path, work: str) -> None:
     kill = Kill(-1, 1, is_over=False)
@@ -95,7 +97,7 @@ def test_a_rank_is_killed_before_it_meets_the_others(ending: Ending, tmp_path: P
     assert_exact(tmp_path, 3)
 
 
-@pytest.mark.skipif(not ALL, reason="the others wait 10 s for the machine that is lost; run with TESTS=all")
+@at_night  # the others wait 10 s for the machine that is lost
 @pytest.mark.parametrize("work", WORK)
 def test_a_machine_is_lost(ending: Ending, tmp_path: Path, work: str) -> None:
     """Of three agents with a rank each, one is killed with its rank; the other two go on by themselves."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
 from tests.models import TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
+from tests.selection import all_or_each
 
 SIZE = 12
 
@@ -133,8 +135,7 @@ def changes(rank: int, kind: str, at: tuple[int, int], samples: int, ranks: int,
     return flat_state(module.state_dict())
 
 
-@pytest.mark.parametrize("samples", [48, 50])
-@pytest.mark.parametrize("kind", ["freezes", "unfreezes", "adds"])
+@pytest.mark.parametrize(("kind", "samples"), all_or_each(product(["freezes", "unfreezes", "adds"], [48, 50])))
 def test_a_change_between_epochs(pool: Pool, kind: str, samples: int) -> None:
     expected = changes(0, kind, (1, -1), samples, 1, {})
     for strategy in ({}, {"shard_optimizers": True}, {"find_unused_parameters": True}):

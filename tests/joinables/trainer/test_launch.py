@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -38,7 +39,6 @@ import join
 from join import PeerError
 from join.collectives.broken import BrokenCollective
 from join.collectives.store import local_store
-from join.files import temporary_folder
 from joinables.trainer import launch as module
 from joinables.trainer.launch import (
     RESULT,
@@ -53,7 +53,7 @@ from joinables.trainer.launch import (
 from tests.ending import Ending
 from tests.joinables.trainer.modules import KillsWhoWritesIt
 from tests.scripts import TORCHRUN, run_forked
-from tests.selection import ALL
+from tests.selection import NIGHT, assert_soon, in_quiet, in_test_all
 from tests.shorter import using
 from tests.versions import remove_temporary_folders
 
@@ -154,7 +154,7 @@ def holds(ports: list[int]) -> bool:
     return any(os.path.islink(path) and os.readlink(path) in listening for path in Path("/proc/self/fd").iterdir())
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", pytest.param("spawn", marks=in_test_all)])
 def test_workers_inherit_the_socket_and_close_it(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ports: list[int] = []
     bind = socket.create_server
@@ -193,6 +193,7 @@ def large(argument: torch.Tensor) -> Any:
     return met, argument, {f"key {number}": [number, str(number)] for number in range(10_000)}
 
 
+@in_test_all
 def test_large_result_of_spawned_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes home in a file, whose name is all that is put and got, once, after rank 0 has ended."""
     got: list[Any] = []
@@ -218,23 +219,72 @@ def test_no_pickle_stays_once_all_have_read_it(folder: Path) -> None:
     assert sorted(local(2, "forkserver").launch(found_in, folder)) == ["spare-0", "spare-1"]
 
 
-def test_the_next_launch_removes_what_a_killed_one_has_left(folder: Path) -> None:
-    if not (pid := os.fork()):
-        with temporary_folder() as held:
-            Path(held, "result").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-    (left,) = folder.iterdir()
-    assert sorted(local().launch(found_in, folder)) == ["spare-0", "spare-1"]
-    assert not left.exists()
-
-
 def loads() -> list[int]:
     return [int(batch) for batch in DataLoader(range(4), batch_size=None, num_workers=1)]  # type: ignore[arg-type]
 
 
 def test_workers_may_have_children() -> None:
     assert local().launch(loads) == [0, 1, 2, 3]
+
+
+# -- forks of workers, which are not ranks
+
+
+def with_helper(dies: bool, pipe: tuple[int, int]) -> None:
+    if dist.get_rank() == 1:
+        if not os.fork():
+            os.close(pipe[1])
+            select.select([pipe[0]], [], [], 2 * PATIENCE)  # it lives until the parent writes
+            os._exit(0)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_launch_does_not_wait_for_what_a_worker_has_forked(dies: bool) -> None:
+    pipe = os.pipe()
+    try:
+        with pytest.raises(WorkerDied, match="Rank 1 was killed") if dies else contextlib.nullcontext():
+            local().launch(with_helper, dies, pipe)
+        os.close(pipe[0])
+        os.write(pipe[1], b"end")  # a BrokenPipeError, if the fork has ended, and nothing reads any more
+    finally:
+        os.close(pipe[1])
+
+
+def leaves(how: str) -> int:
+    """The code with which a fork ends that leaves the function."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    signal.alarm(int(PATIENCE))
+    if how == "raises":
+        raise OSError("in the fork")
+    if how == "exits":
+        sys.exit(5)
+    return -1
+
+
+@pytest.mark.parametrize(("how", "code"), [("returns", 0), ("raises", 1), ("exits", 5)])
+def test_a_fork_that_leaves_the_function_ends(how: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert local().launch(leaves, how) == code
+    assert ("OSError: in the fork" in capfd.readouterr().err) == (how == "raises")
+
+
+def test_a_process_of_another_thread_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(PATIENCE,))
+    monkeypatch.setattr(module, "local_store", lambda listening: other.start() or local_store(listening))
+    try:
+        local().launch(os.getpid)
+        assert other.is_alive()
+    finally:
+        other.kill()
+        other.join()
+
+
+def test_without_the_system_call_that_waits_for_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pidfd_open", mock.Mock(side_effect=PermissionError))
+    with using(first=0.2), pytest.raises(WorkerDied, match="Rank 0 exited with code 0"):
+        local().launch(dies, "0", 0)
 
 
 # -- what workers raise
@@ -271,12 +321,13 @@ def raises(what: str, rank: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+@in_quiet
 @pytest.mark.parametrize("rank", [0, 1])
 def test_same_exception_with_the_worker_s_traceback(rank: int) -> None:
     started = time.monotonic()
     with pytest.raises(KeyError) as caught:
         local().launch(raises, "key", rank)
-    assert time.monotonic() - started < PATIENCE
+    assert_soon(time.monotonic() - started, PATIENCE)
     assert caught.value.args == ("missing",)
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert f"on rank {rank}\n" in str(caught.value.__cause__)
@@ -364,6 +415,7 @@ def dies(how: str, rank: int) -> str:
     return "result"
 
 
+@in_quiet
 @pytest.mark.parametrize(
     ("how", "rank", "text"),
     [
@@ -381,7 +433,7 @@ def test_worker_that_dies(how: str, rank: int, text: str) -> None:
     with using(end=0.2), pytest.raises(WorkerDied, match=text) as caught:
         local(3).launch(dies, how, rank)
     assert caught.value.rank == rank
-    assert time.monotonic() - started < PATIENCE
+    assert_soon(time.monotonic() - started, PATIENCE)
 
 
 def stubborn() -> None:
@@ -392,11 +444,12 @@ def stubborn() -> None:
     raise ValueError("no patience")
 
 
+@in_quiet
 def test_worker_that_ignores_sigterm() -> None:
     started = time.monotonic()
     with using(first=0.5, term=0.5), pytest.raises(ValueError, match="no patience"):
         local().launch(stubborn)
-    assert time.monotonic() - started < PATIENCE
+    assert_soon(time.monotonic() - started, PATIENCE)
 
 
 def killed_while_it_writes() -> Any:
@@ -471,6 +524,7 @@ print(Launcher(2).launch(twice, Held(lambda: 21)))
 """
 
 
+@in_test_all
 @pytest.mark.parametrize("how", ["-c", "stdin"])
 def test_what_a_session_defines_can_be_launched(how: str) -> None:
     arguments, text = (["-c", SESSION], None) if how == "-c" else (["-"], SESSION)
@@ -509,6 +563,7 @@ UNDER_THE_GUARD = """
 """
 
 
+@in_test_all
 def test_what_is_defined_under_the_guard(tmp_path: Path) -> None:
     error = run_script(tmp_path, UNDER_THE_GUARD).stderr
     assert "LaunchError: A started process cannot import a part of the call: Can't get attribute 'fn'" in error
@@ -640,9 +695,10 @@ SLEEPER = """
 """
 
 
+@in_test_all
 @pytest.mark.parametrize(
     ("start_method", "sent"),
-    [("fork", "SIGKILL"), *([("fork", "SIGINT"), ("spawn", "SIGINT"), ("spawn", "SIGKILL")] if ALL else [])],
+    [("fork", "SIGKILL"), *([("fork", "SIGINT"), ("spawn", "SIGINT"), ("spawn", "SIGKILL")] if NIGHT else [])],
 )
 def test_end_of_the_parent_is_the_end_of_its_workers(
     start_method: str, sent: str, folder: Path, tmp_path: Path
@@ -764,6 +820,7 @@ def meets(variables: dict[str, str], results: Any) -> None:
     os.environ.update(variables)
     environ = dict(os.environ)
     told = [Launcher(2).launch(ranks_met, base) for base in (0.0, 1.0)]
+    assert Launcher(2).launch(leaves, "returns") == 0
     assert environ == os.environ
     assert not dist.is_initialized()
     results.send([(result["rank"], size, result["total"].item()) for result, size, _ in told])
@@ -832,6 +889,7 @@ WITHOUT_GUARD = """
 """
 
 
+@in_test_all
 def test_script_without_main_guard(tmp_path: Path) -> None:
     ended = run_script(tmp_path, WITHOUT_GUARD)
     assert ended.returncode == 1

@@ -21,6 +21,7 @@ from tests.joinables.trainer.ranks import trainer
 from tests.meeting import tell, wait_for
 from tests.models import TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
+from tests.selection import Parts, all_or_each, parts_in
 
 GLOBAL_BATCH = 12
 
@@ -62,7 +63,11 @@ def fit(rank: int, case: Case, ranks: int) -> tuple[dict[str, torch.Tensor], dic
     return state, run.metrics
 
 
-@pytest.mark.parametrize("name", CASES)
+def parts_of(name: str) -> Parts:
+    return parts_in(CASES[name])
+
+
+@pytest.mark.parametrize("name", all_or_each(CASES, parts_of))
 def test_equals_one_process(pool: Pool, name: str) -> None:
     case = CASES[name]
     single, single_metrics = fit(0, case, 1)

@@ -1,0 +1,121 @@
+"""All programs of a few letters end as they did before, and the letters reach all states and messages."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.selection import at_night
+from tests.worlds.programs import LETTERS
+from tests.worlds.reached import Reached
+from tests.worlds.scheduler import THREADING as threads
+from tests.worlds.scheduler import TIME, Scheduler
+from tests.worlds.transports import TRANSPORTS
+from tests.worlds.verdicts import RIGHT, SIZES, judge, kept, ready, sample
+
+SAMPLED = 300
+LONGER = ("b1,b1", "!i,!", "iii,iii", "2,1")
+"""Programs of more than one letter that reach more than pairs of letters do."""
+UNREACHED = {
+    "Guard.is_fork is True": "a fork is a process: test_fork.py",
+    "Join._enable is False": "then nothing is sent: test_alone.py",
+    "LateUse._has_samples is True": "no dummy has samples here: tests/join/loop",
+    "ReadAhead._has_state is True": "no loader has state here: tests/join/loop",
+    "Roster.is_alone is True": "a block has two bursts here: test_channel.py",
+    "Shares.weighs is True": "no batch is weighed here: tests/join/loop",
+    "agreement.raise_difference sends all_gather_object": "values that differ: test_agreement.py",
+    "loop._read_all sends all_reduce": "window='all': tests/join/loop",
+    "transfer.copy_state sends all_gather_object": "state that does not fit: test_transfer.py",
+    "transfer.gather_trees sends all_gather_object": "of metrics",
+}
+"""What no letter reaches, with the reason."""
+
+
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_programs_end_as_before(over: str) -> None:
+    """Where they ended right; ``python -m tests.worlds`` shows where they hang no more, too."""
+    before = {key: verdict for key, verdict in kept().items() if key[0] == over and verdict.kind in RIGHT}
+    with ready():
+        for _, program in sample(before, SAMPLED, seed=0):
+            _, now = judge(over, program, SIZES[program.count(",") + 1])
+            assert now.essence == before[over, program].essence, f"{program}, now {now}: see python -m tests.worlds"
+
+
+def test_who_runs_next_makes_no_difference() -> None:
+    before = {key: verdict for key, verdict in kept().items() if verdict.kind in RIGHT}
+    with ready():
+        for over, program in sample(before, 100, seed=1)[-100:]:
+            for seed in (1, 2, 3):
+                _, now = judge(over, program, SIZES[program.count(",") + 1], seed)
+                assert now.essence == before[over, program].essence, f"{program} over {over}, seed {seed}: {now}"
+
+
+@at_night
+def test_all_programs_end_as_before() -> None:
+    ended = subprocess.run([sys.executable, "-m", "tests.worlds"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+
+
+def test_letters_reach_all_states_and_messages() -> None:
+    Scheduler.trace = reached = Reached()
+    try:
+        with ready():
+            pairs = map(",".join, itertools.combinations_with_replacement(["", *LETTERS], 2))
+            for program in (*pairs, *LONGER):
+                judge("group", program, SIZES[2])
+            judge("memory", "i,i", SIZES[2])
+    finally:
+        Scheduler.trace = None
+    assert reached.missing() == UNREACHED.keys()
+
+
+# -- the scheduler -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_wait_for_each_other_hang() -> None:
+    one, other = threads.Lock(), threads.Lock()
+
+    def take(first: Any, second: Any) -> None:
+        with first:
+            TIME.sleep(1.0)
+            second.acquire()
+
+    def both() -> None:
+        each = [threads.Thread(target=take, args=locks) for locks in ((one, other), (other, one))]
+        for thread in each:
+            thread.start()
+        for thread in each:
+            thread.join()
+
+    scheduler = Scheduler(seed=0)
+    with pytest.raises(RuntimeError, match="hang"):
+        scheduler.run(both)
+    assert scheduler.has_hung
+
+
+def test_a_seed_decides_and_time_passes_at_once() -> None:
+    def order(seed: int) -> list[tuple[int, float]]:
+        seen = list[tuple[int, float]]()
+
+        def run(number: int) -> None:
+            for _ in range(3):
+                TIME.sleep(1.0)
+                seen.append((number, round(TIME.monotonic())))
+
+        def start() -> None:
+            each = [threads.Thread(target=run, args=(number,)) for number in range(3)]
+            for thread in each:
+                thread.start()
+            for thread in each:
+                thread.join()
+
+        Scheduler(seed).run(start)
+        return seen
+
+    assert order(1) == order(1)
+    assert {number for number, _ in order(1)} == {0, 1, 2}
+    assert order(1)[-1][1] == 3

@@ -23,7 +23,7 @@ FILES = sorted(path for package in ("join", "joinables") for path in (ROOT / pac
 CODE = re.compile(r" ?\[(J\d{3})\]")
 NEXT_SENTENCE = re.compile(r"""(?<=[\w*)\]'"`][.?])\s+(?=[A-Z*`])""")
 # An internal fault, errors that repeat an error with a code, and texts that Python prescribes.
-WITHOUT_CODE = {"AssertionError", "BrokenCollective", "GaveUp", "PeerError", "RemoteTraceback", "AttributeError"}
+WITHOUT_CODE = {"AssertionError", "BrokenCollective", "PeerError", "RemoteTraceback", "AttributeError"}
 KINDS = {
     "J043": ["RuntimeError"],
     "J057": ["AttributeError"],
@@ -96,6 +96,13 @@ Two kinds of error have no code of their own:
 The errors that users meet most often have an example:
 
 """
+HEIRS = {
+    **dict.fromkeys(("J006", "J008", "J019", "J071", "J465"), "J001"),
+    **dict.fromkeys(("J007", "J009", "J069", "J070", "J072", "J464"), "J002"),
+    **dict.fromkeys(("J054", "J469", "J563", "J686", "J735"), "J055"),
+    **{"J114": "J802", "J463": "J460", "J503": "J039", "J570": "J020"},
+}
+"""For the code of an error of an earlier version, the code of the error that is raised now."""
 EXAMPLES = {
     "J010": """\
 Join(model)  # raises [J010]: a module is not a list
@@ -283,6 +290,8 @@ def page() -> str:
     parts = [TOP + "\n".join(f"- [{code}](#{code.lower()}): {prose(first[code])}" for code in EXAMPLES) + "\n"]
     for title, group in groupby(every, key=lambda text: text.title):
         parts += [f"## {title}\n", *map(entry, group)]
+    parts.append("## Codes of earlier versions\n")
+    parts += [f"### {code}\n\nThis error is [{heir}](#{heir.lower()}) now.\n" for code, heir in sorted(HEIRS.items())]
     return "\n".join(parts)
 
 

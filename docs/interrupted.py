@@ -25,7 +25,7 @@ Two ranks train on uneven batches. In each run, rank 1 gets a `KeyboardInterrupt
 - *Not needed*: rank 1 had given everything, and rank 0 ended without an error.
 - *Not reached*: both ranks ended without an error, since rank 1 had nothing to wait for in that run.
 
-| door | rank 1 is | messages between ranks | runs | told | not needed | not reached |
+| door | rank 1 is | messages through | runs | told | not needed | not reached |
 | --- | --- | --- | --- | --- | --- | --- |
 {rows}
 

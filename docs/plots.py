@@ -14,8 +14,8 @@ PICTURES = {"one machine": DOCS / "pictures" / "cost.svg", "between machines": D
 COLOURS = {
     "torch's Join": "#b0bec5",
     "Join": "#1864ab",
+    "contributors": "#e8930c",
     "iterate": "#63b995",
-    "timeout": "#e8930c",
 }
 INK, QUIET = "#22313f", "#66737f"
 LEFT, WIDTH, BAR, SCALE = 170, 560, 14, 600  # pixels; SCALE is the length of the time of plain DDP

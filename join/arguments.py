@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from join.collectives import Collective, SingleCollective, collective_of
+from join.errors import wrong_kind, wrong_value
 from join.joinable import Joinable, JoinHook
 from join.registry import joinables_of
 
@@ -31,9 +32,9 @@ OWN_KEYWORDS = (
     "divide_by_initial_world_size",
 )
 """Keywords that ``Join`` uses itself instead of passing them to hooks."""
-_PASS_SECONDS = "Pass a positive number, or None to wait without limit."
-_PASS_SAMPLES = "Pass the number of samples or tokens in the batch."
-_PASS_MICRO_BATCHES = "Pass the number of micro-batches in an accumulation window."
+_SECONDS = "a positive number, or None to wait without limit"
+_SAMPLES = "the number of samples or tokens in the batch"
+_MICRO_BATCHES = "the number of micro-batches in an accumulation window"
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -47,9 +48,9 @@ def checked_timeout(timeout: Any) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout={timeout!r} is not a number of seconds. {_PASS_SECONDS} [J001]")
+        raise wrong_kind("timeout", timeout, "a number of seconds", _SECONDS)
     if not (math.isfinite(timeout) and timeout > 0):
-        raise ValueError(f"timeout={timeout!r} is not a positive number of seconds. {_PASS_SECONDS} [J002]")
+        raise wrong_value("timeout", timeout, "a positive number of seconds", _SECONDS)
     return timeout
 
 
@@ -67,10 +68,10 @@ def checked_weight(weight: Any, name: str) -> float:
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise TypeError(f"{name} is {weight!r}, which is not a number. {_PASS_SAMPLES} [J006]")
+        raise wrong_kind(name, weight, "a number", _SAMPLES)
     number = float(weight)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{name} is {weight!r}, which is negative or not finite. {_PASS_SAMPLES} [J007]")
+        raise wrong_value(name, weight, "a finite number of at least 0", _SAMPLES)
     return number
 
 
@@ -82,9 +83,9 @@ def checked_divisor(divisor: Any) -> int:
         ValueError: If ``divisor`` is less than 1.
     """
     if isinstance(divisor, bool) or not isinstance(divisor, Integral):
-        raise TypeError(f"loss_divided_by={divisor!r} is not a whole number. {_PASS_MICRO_BATCHES} [J008]")
+        raise wrong_kind("loss_divided_by", divisor, "a whole number", _MICRO_BATCHES)
     if divisor < 1:
-        raise ValueError(f"loss_divided_by={divisor} is less than 1. {_PASS_MICRO_BATCHES} [J009]")
+        raise wrong_value("loss_divided_by", divisor, "a number of at least 1", _MICRO_BATCHES)
     return int(divisor)
 
 
@@ -271,7 +272,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     """
     for name, value in flags.items():
         if value not in (True, False):  # which a numpy.bool_ is
-            raise TypeError(f"{name}={value!r} is neither True nor False. Pass one of them. [J019]")
+            raise wrong_kind(name, value, "True or False", "one of them")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

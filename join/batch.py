@@ -11,14 +11,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from typing import Any, cast
+from fractions import Fraction
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from join.collectives._torch_private import pytree
-from join.collectives.plain import Exact
 from join.errors import described
+
+Exact: TypeAlias = int | Fraction | float
+"""A number whose sums are not rounded; a float is infinite or NaN."""
+
+
+def exact(number: float) -> Exact:
+    """Return ``number`` in a form whose sums do not depend on their order. Infinities and NaN stay floats."""
+    if number.is_integer():
+        return int(number)
+    return Fraction(number) if math.isfinite(number) else number
 
 
 @dataclasses.dataclass(slots=True)

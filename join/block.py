@@ -46,6 +46,7 @@ from join.collectives import Collective, TorchCollective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
+from join.collectives.version import VERSION
 from join.errors import JoinError, PeerError, ProtocolError, add_note
 from join.failure.peers import Peers
 from join.joinable import Burst, Joinable, JoinConfig
@@ -207,8 +208,6 @@ class OpenBlock:
             raise
         self._tally, self._loops = replace(self.channel.headers.tally), self.channel.loops
         self._started = time.monotonic()
-        for member in members:
-            member.announced_at = self._started
         self._is_entered = True
 
     def _compare_with_others(self, entered_with: Sequence[str]) -> None:
@@ -222,7 +221,7 @@ class OpenBlock:
             values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self._scope.members]
             with profiled("enter"):
                 if is_first:
-                    check_same(collective, "Join", entered_with, wait, values=values)
+                    check_same(collective, "Join", [*entered_with, f"joinables {VERSION}"], wait, values=values)
                 channel.agree()
                 if not is_first:
                     check = start_check(collective, channel.headers.line, "Join", entered_with, values, wait)
@@ -350,12 +349,12 @@ class OpenBlock:
         joined_at, ended_at = out_of_data_at - self._started, time.monotonic() - self._started
         spent, announcing = self.channel.headers.tally.since(self._tally), self._scope.announcing
         # Announced and shadowed bursts together are equally many on all ranks, so all choose the same member.
-        busiest = max(announcing, key=lambda member: sum(member.times) + member.shadowed)
-        steps, shadowed = sum(busiest.times), busiest.shadowed
+        busiest = max(announcing, key=lambda member: member.steps + member.shadowed)
+        steps, shadowed = busiest.steps, busiest.shadowed
         if self.channel.loops > self._loops:
             steps, shadowed = spent.batches, spent.dummies
-        sent, times = (spent.idle, spent.headers, spent.nbytes), tuple(busiest.times)
-        return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent, times)
+        sent = spent.idle, spent.headers, spent.nbytes
+        return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent)
 
     def _compare(self, outcome: Outcome, ends: Sequence[_End], values: Values) -> Outcome:
         """Return the outcome after a comparison of all ranks, and set the leader from which state is copied.

@@ -36,7 +36,7 @@ from join.arguments import (
 from join.batch import PLAIN, Step
 from join.block import OpenBlock, channels, claim, join_of, joins, release, report_failed_entry
 from join.collectives import Collective, SingleCollective, Work, collective_of
-from join.errors import JoinError
+from join.errors import JoinError, outside
 from join.joinable import NothingAlone, NothingListed
 from join.loop import Batches, Loop
 from join.mean import mean_over_ranks
@@ -48,6 +48,10 @@ from join.scaling import checked_divided_over, factor_in_loop, refuse_scaling, s
 
 T = TypeVar("T")
 L = TypeVar("L", bound="torch.Tensor | float")
+
+_ITS_BLOCK = "its block", "Write with Join([...]) as join: around it"
+_A_LOOP = "the body of a loop over join.iterate, which all ranks run"
+_LIST_A_MEAN = "Loop over join.iterate(loader), or list a joinables.Mean in the block and read it after the block"
 
 
 class Join:
@@ -326,9 +330,7 @@ class Join:
         """
         step, block = self._step, self._block
         if block is None and self._scope is None:
-            raise JoinError(
-                "join.scale was called outside its block. Write with Join([...]) as join: around it. [J469]"
-            )
+            raise outside("join.scale was called", *_ITS_BLOCK)
         if block is not None and block.channel.guard.is_fork:
             block.channel.guard.raise_closed()
         if step.in_loop:
@@ -381,11 +383,7 @@ class Join:
         """
         step = self._step
         if not step.in_loop:
-            raise JoinError(
-                "join.mean was called outside the body of a loop over join.iterate, but ranks without data would not"
-                " call it. Loop over join.iterate(loader), or list a joinables.Mean in the block and read it after the"
-                " block. [J686]"
-            )
+            raise outside("join.mean was called", _A_LOOP, _LIST_A_MEAN)
         return mean_over_ranks(self._collective, value, step.weight if weight is None or step.is_dummy else weight)
 
     @property
@@ -415,10 +413,7 @@ class Join:
             JoinError: Outside a loop over :meth:`iterate`.
         """
         if not self._step.in_loop:
-            raise JoinError(
-                "join.total_weight was read outside the body of a loop over join.iterate, but only there all ranks know"
-                " the weights of a step. Loop over join.iterate(loader), or list a joinables.Mean in the block. [J735]"
-            )
+            raise outside("join.total_weight was read", _A_LOOP, _LIST_A_MEAN)
         return float(self._step.of_all * (1 if self._block is not None else self._collective.world_size))
 
     @property
@@ -503,7 +498,7 @@ class Join:
                 loader's ``state_dict`` raised an exception.
         """
         if self._loop is None:
-            raise JoinError("No loop over join.iterate has begun. Call join.loader_state() in one, or after it. [J054]")
+            raise outside("join.loader_state was called", _A_LOOP, "Call it in a loop over join.iterate, or after one")
         return self._loop.ahead.loader_state()
 
     def iterate(
@@ -569,9 +564,7 @@ class Join:
 
     def _iterate(self, loader: Iterable[T], options: Options) -> Batches[T]:
         if self._scope is None:
-            raise JoinError(
-                "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
-            )
+            raise outside("join.iterate was called", *_ITS_BLOCK)
         check_loader(loader)
         over_all_ranks = bool(self._kwargs.get("divide_by_initial_world_size", True))
         options = replace(options, throw=self._throw, over_all_ranks=over_all_ranks)
@@ -588,10 +581,7 @@ class Join:
     def _begin(self, scope: Scope, loop: Loop[Any]) -> None:
         """Make a loop, which begins now, the current one of its block."""
         if self._scope is not scope:
-            raise JoinError(
-                "A loop over join.iterate began after its block had ended. Call join.iterate in the block in which the"
-                " loop runs. [J563]"
-            )
+            raise outside("A loop over join.iterate began", *_ITS_BLOCK)
         if self._loop is not None and self._loop.is_open:
             self._loop.leave(superseded=True)
         self._loop = loop

@@ -56,3 +56,18 @@ class JoinTimeoutError(JoinError):
 
     Its message has the place of each rank, with the line of the user's code.
     """
+
+
+def wrong_kind(name: str, value: object, kind: str, fix: str) -> TypeError:
+    """Return the error for an argument that is not of a ``kind``."""
+    return TypeError(f"{name}={value!r} is not {kind}. Pass {fix}. [J001]")
+
+
+def wrong_value(name: str, value: object, kind: str, fix: str) -> ValueError:
+    """Return the error for an argument that has a value which is not allowed."""
+    return ValueError(f"{name}={value!r} is not {kind}. Pass {fix}. [J002]")
+
+
+def outside(what: str, place: str, fix: str) -> JoinError:
+    """Return the error for a call outside the block or loop that it belongs to."""
+    return JoinError(f"{what} outside {place}. {fix}. [J055]")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
+from join.errors import wrong_kind, wrong_value
+
 
 @dataclass(frozen=True)
 class Options:
@@ -42,27 +44,19 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.until not in ("all", "first"):
-            raise ValueError(
-                f"until={self.until!r} is not a valid value. Pass 'all' to loop until all ranks are out of data, or"
-                " 'first' to stop as soon as one is. [J069]"
-            )
+            fix = "'all' to loop until all ranks are out of data, or 'first' to stop as soon as one is"
+            raise wrong_value("until", self.until, "a valid value", fix)
         if self.dummy not in ("empty", "last") and not callable(self.dummy):
-            raise ValueError(
-                f"dummy={self.dummy!r} is not a valid value. Pass 'empty', 'last', or a function that returns a dummy"
-                " batch for a batch. [J070]"
-            )
+            fix = "'empty', 'last', or a function that returns a dummy batch for a batch"
+            raise wrong_value("dummy", self.dummy, "a valid value", fix)
         for name, number in {"lookahead": self.lookahead, "window": 1 if self.window == "all" else self.window}.items():
             if isinstance(number, bool) or not isinstance(number, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(
-                    f"{name}={number!r} is not a whole number of steps. Pass an integer of 1 or more. [J071]"
-                )
+                raise wrong_kind(name, number, "a whole number of steps", "an integer of 1 or more")
             if number < 1:
-                raise ValueError(f"{name}={number} is less than one step. Pass an integer of 1 or more. [J072]")
+                raise wrong_value(name, number, "a step or more", "an integer of 1 or more")
         if self.weigh is not None and not callable(self.weigh):
-            raise TypeError(
-                f"weigh={self.weigh!r} is not a function. Pass a function that returns the weight of a batch, such as"
-                " its number of samples. [J465]"
-            )
+            fix = "a function that returns the weight of a batch, such as its number of samples"
+            raise wrong_kind("weigh", self.weigh, "a function", fix)
 
     def to_compare(self) -> list[str]:
         """Return texts of the arguments, which must be equal on all ranks; functions are not distinguished."""

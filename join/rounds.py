@@ -13,11 +13,10 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from join.batch import Step
+from join.batch import Exact, Step, exact
 from join.collectives._torch_private import profiled
-from join.collectives.plain import Exact, as_exact, exact
 from join.options import Options
 from join.protocol.channel import Lockstep
 
@@ -83,11 +82,6 @@ class Shares:
         ]
         issued = one.issued if one.issued == other.issued else None
         return Answers(issued, [*both, *longer[len(shorter) :]])
-
-    def restored(self, result: list[Any], /) -> Answers:
-        """Return answers after a message."""
-        issued, shares = result
-        return Answers(issued, [Share(ranks, first, as_exact(weight)) for ranks, first, weight in shares])
 
 
 class Rounds:

@@ -35,7 +35,7 @@ from join.collectives._torch_private import (
     will_run,
     writes_to,
 )
-from join.errors import JoinError
+from join.errors import JoinError, wrong_value
 from join.joinable import Joinable
 
 L = TypeVar("L", bound="torch.Tensor | float")
@@ -134,7 +134,7 @@ class Scaling:
         """
         if self.in_use is None:
             if self._required and not self.flows:
-                raise JoinError(f"The loss of {burst.join_name} is not scaled, but {self._required}. {_CALL} [J460]")
+                raise self._not_scaled(burst, "ran")
             self.in_use = self.flows
             return
         raise JoinError(
@@ -157,8 +157,12 @@ class Scaling:
                 f"{joinable.join_name} stepped in step {step.number} of join.iterate, inside an accumulation window"
                 " whose gradients are not complete. Step the optimizer only if join.ends_window is True. [J462]"
             )
-        raise JoinError(
-            f"{joinable.join_name} stepped, but no loss was scaled, although {self._required}. {_CALL} [J463]"
+        raise self._not_scaled(joinable, "stepped")
+
+    def _not_scaled(self, joinable: Joinable, did: str) -> JoinError:
+        """Return the error for a loop that must scale its losses, in which a listed object did something without."""
+        return JoinError(
+            f"{joinable.join_name} {did}, but its loss was not scaled, although {self._required}. {_CALL} [J460]"
         )
 
     # -- in a plain block ---------------------------------------------------------------------------------------------
@@ -348,8 +352,6 @@ def checked_divided_over(divided_over: Any) -> float:
         ValueError: If it is not a positive number.
     """
     if isinstance(divided_over, bool) or not isinstance(divided_over, (int, float)) or not divided_over > 0:
-        raise ValueError(
-            f"divided_over={divided_over!r} is not a positive number. Pass the number by which the engine divides the"
-            " sum over ranks: the world size if it averages, or 1 if it does not divide. [J464]"
-        )
+        fix = "the number by which the engine divides the sum over ranks: the world size if it averages, or 1"
+        raise wrong_value("divided_over", divided_over, "a positive number", fix)
     return float(divided_over)

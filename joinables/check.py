@@ -63,9 +63,9 @@ def _minor_of(version: str) -> tuple[int, ...]:
 def look_at_headers() -> Iterator[Finding]:
     """Report how headers travel on this machine, and why."""
     if obstacle := obstacle_found():
-        yield Finding("note", f"headers travel in messages, not through shared memory, which is faster: {obstacle}")
+        yield Finding("note", f"headers travel over gloo, not through shared memory, which is faster: {obstacle}")
     else:
-        yield Finding("ok", "headers travel through shared memory; between machines, in messages")
+        yield Finding("ok", "headers travel through shared memory; between machines, over gloo")
 
 
 def look_at_gloo(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:

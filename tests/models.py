@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,16 @@ def batch(rank: int, epoch: int, step: int, stream: int = 0) -> tuple[torch.Tens
     """The batch that ``rank`` sees at a step; the same wherever it is asked for."""
     generator = torch.Generator().manual_seed(1 + rank + 10 * epoch + 1000 * step + 100000 * stream)
     return torch.randn(BATCH, FEATURES, generator=generator), torch.randn(BATCH, TARGETS, generator=generator)
+
+
+def learn_graph(ddp: Any, loss: Callable[[], torch.Tensor]) -> None:
+    """Run the step before the block that a ``static_graph`` module needs; it changes nothing else."""
+    if getattr(ddp, "static_graph", False):
+        state = copy.deepcopy(ddp.state_dict())
+        with torch.random.fork_rng(devices=[]):
+            loss().backward()
+        ddp.load_state_dict(state)
+        ddp.zero_grad()
 
 
 class MLP(nn.Sequential):

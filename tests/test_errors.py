@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from docs.errors import EXAMPLES, KINDS, PAGE, Text, page, texts
+from docs.errors import EXAMPLES, HEIRS, KINDS, PAGE, Text, page, texts
 from join import Join
 
 
@@ -31,7 +31,7 @@ BAD_FORMS = {
 
 def test_each_text_has_a_code_of_its_own_and_a_fix() -> None:
     found, codes = all_texts()
-    free = int(max(codes).removeprefix("J")) + 1
+    free = int(max(*codes, *HEIRS).removeprefix("J")) + 1
     for text in found:
         assert len(text.codes) == 1, f"end it with [J{free:03d}]: {text.words}"
         assert codes[text.codes[0]] == 1, f"[{text.codes[0]}] belongs to another text too. Take [J{free:03d}]"
@@ -44,6 +44,11 @@ def test_each_text_has_a_code_of_its_own_and_a_fix() -> None:
 
 def test_the_page_is_generated_from_the_code() -> None:
     assert PAGE.read_text() == page(), "run python -m docs.errors"
+
+
+def test_a_code_of_an_earlier_version_leads_to_one_of_now() -> None:
+    codes = all_texts()[1].keys()
+    assert not HEIRS.keys() & codes and set(HEIRS.values()) <= codes
 
 
 @pytest.mark.parametrize("code", EXAMPLES)

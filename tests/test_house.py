@@ -1,18 +1,16 @@
-"""How the house is kept: sizes, imports, private names of torch, what the tour's pictures show; tests stand alone."""
+"""How the house is kept: imports, private names of torch, what the tour's pictures show; tests stand alone."""
 
 from __future__ import annotations
 
 import ast
 import atexit
-import io
 import os
 import re
 import sys
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,10 +25,6 @@ PRIVATE_ROOMS = (
     ROOT / "joinables" / "_torch",
     ROOT / "join" / "collectives" / "_torch_private.py",
 )
-
-CODE_LINES_OF_A_FILE = 600
-LINES_OF_A_FUNCTION = 60
-ATTRIBUTES_OF_A_CLASS = 20
 
 
 @cache
@@ -113,101 +107,6 @@ def floor_of(module: str) -> int:
 def test_imports_run_downward() -> None:
     pairs = [(module, each) for module in sorted(MODULES) for each in sorted(graph()[module])]
     assert [(module, each) for module, each in pairs if floor_of(each) > floor_of(module)] == []
-
-
-PROSE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-
-
-def lines_of_code(text: str) -> set[int]:
-    """The lines of a module but for blank ones, comments, docstrings and other texts that stand alone."""
-    prose: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            prose |= set(range(node.lineno, (node.end_lineno or 0) + 1))
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in PROSE:
-            code |= set(range(token.start[0], token.end[0] + 1))
-    return code - prose
-
-
-def test_prose_is_not_counted() -> None:
-    assert lines_of_code('"""Text.\n\nMore."""\n\n# why\nx = (\n    1\n)\n"""Of x."""\n') == {6, 7, 8}
-
-
-def test_sizes() -> None:
-    for path in FILES:
-        assert len(lines_of_code(path.read_text())) <= CODE_LINES_OF_A_FILE, path
-        for node in ast.walk(trees_of_files()[path]):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                assert (node.end_lineno or 0) - node.lineno < LINES_OF_A_FUNCTION, f"{path}: {node.name}"
-            if isinstance(node, ast.ClassDef):
-                assert len(attributes_set(node, path)) <= ATTRIBUTES_OF_A_CLASS, f"{path}: {node.name}"
-
-
-def attributes_set(node: ast.ClassDef, path: Path) -> set[str]:
-    """The attributes that a class and its base classes of ours set on its objects; fields, of a dataclass."""
-    found: set[str] = set()
-    if any("dataclass" in ast.unparse(each) for each in node.decorator_list):
-        found |= {each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and is_name(each.target)}
-    for method in node.body:
-        if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)) and method.args.args:
-            found |= set(set_on(method.args.args[0].arg, method))
-    for base in node.bases:
-        for definition, where in classes_called(ast.unparse(base).partition("[")[0].rpartition(".")[2], path):
-            found |= attributes_set(definition, where)
-    return found
-
-
-def is_name(node: ast.AST) -> TypeGuard[ast.Name]:
-    return isinstance(node, ast.Name)
-
-
-def set_on(name: str, method: ast.AST) -> Iterator[str]:
-    """The attributes that are set on what is called ``name`` in a method."""
-    for node in ast.walk(method):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_name(node.value):
-            if node.value.id == name:
-                yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__"):
-            where, what = node.args[:2]
-            if is_name(where) and where.id == name and isinstance(what, ast.Constant):
-                yield str(what.value)
-
-
-def classes_called(name: str, path: Path) -> Iterator[tuple[ast.ClassDef, Path]]:
-    """The class of ours that a module calls so, defined there or imported; none if the name is of something else."""
-    for node in ast.walk(trees_of_files()[path]):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            yield node, path
-        elif isinstance(node, ast.ImportFrom) and node.module in PATHS:
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    yield from classes_called(alias.name, PATHS[node.module])
-
-
-def test_attributes_of_base_classes_count() -> None:
-    path = PATHS["joinables.trainer.run"]
-    [(call, where)] = classes_called("Snapshots", path)
-    assert where == path
-    assert attributes_set(call, path) >= {"_take", "_group"}  # the last by a class in another file
-    assert list(classes_called("Join", PATHS["joinables.trainer.strategy"]))  # as a package has it
-    assert not list(classes_called("TypeVar", path))
-
-
-def test_attributes_count_however_they_are_set() -> None:
-    code = """
-@dataclass
-class Case:
-    field: int = 0
-
-    def __init__(this) -> None:
-        this.one = other.two = 1
-        setattr(this, "three", 3)
-"""
-    [case] = ast.parse(code).body
-    assert isinstance(case, ast.ClassDef)
-    assert attributes_set(case, FILES[0]) == {"field", "one", "three"}
 
 
 @cache

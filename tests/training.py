@@ -17,7 +17,7 @@ from joinables import ZeroStep
 from tests import models
 from tests.cases import DDP, Case, Data, Model, Optimizer, Shards
 from tests.gpus import device_of_rank
-from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, flat_state, value_of
+from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, flat_state, learn_graph, value_of
 from tests.pool import Pool
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
 from tests.versions import CLIPS_COARSELY
@@ -188,6 +188,8 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     loop, what = case.loop, case.step
     trained = wrapped(case.model, case.wrapper)
     model: Any = torch.compile(trained, backend="eager") if case.model.compiled else trained
+    first = [each.to(device_of(case.model)) for each in batch(rank, 0, 0)]
+    learn_graph(trained, lambda: loss_of(trained, case, 0, branch_of(rank, 0), (first[0], first[1])))
     optimizer = optimizer_of(case.optimizer, trained)
 
     def clip() -> None:

@@ -10,6 +10,7 @@ final.
 
 from __future__ import annotations
 
+import json
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,7 +23,6 @@ import torch
 from typing_extensions import final, override
 
 from join.collectives.board import Board
-from join.collectives.plain import as_json, from_json
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max"]
 
@@ -85,10 +85,6 @@ class Fold(Protocol[V]):
 
     def combined(self, one: V, other: V, /) -> V:
         """Return the result for two sets of ranks from the results for each set."""
-        ...
-
-    def restored(self, result: Any, /) -> V:
-        """Return a result after :func:`as_json` and :func:`from_json`."""
         ...
 
 
@@ -219,16 +215,11 @@ class Collective(ABC):
         """
         return self
 
-    def connect(self, limit: float | None = None) -> None:
-        """Connect the ranks beside the group for lines, if the backend can and has not done so. All ranks call this.
-
-        Args:
-            limit: Seconds after which the ranks do without such connections; by default ``Timeouts.connect``, which is
-                the longest time in any case.
-        """
-
     def line(self, number: int = HEADERS) -> Line:
         """Return the line of this number. Objects of several calls continue one sequence of sums.
+
+        By default, each sum is an all-reduce of the companion. A backend may have a faster way. The first call happens
+        on all ranks, in the same order among their operations.
 
         Args:
             number: ``HEADERS``, ``ROLL_CALLS`` or ``BARRIERS``. Several lines may be used at the same time: all ranks
@@ -515,7 +506,7 @@ def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
 def _packed(value: Any, plain: bool) -> tuple[bytearray, bool]:
     """Return the value as bytes and ``True``, or the reason why it cannot be pickled and ``False``."""
     try:
-        return bytearray(as_json(value) if plain else pickle.dumps(value)), True
+        return bytearray(json.dumps(value, default=repr).encode() if plain else pickle.dumps(value)), True
     except Exception as unpicklable:
         return bytearray(f"{type(unpicklable).__name__}: {unpicklable}".encode()), False
 
@@ -523,7 +514,7 @@ def _packed(value: Any, plain: bool) -> tuple[bytearray, bool]:
 def _plain_from(data: bytearray, rank: int) -> Any:
     """Return the value that a rank sent as JSON."""
     try:
-        return from_json(data)
+        return json.loads(data)
     except Exception as error:
         raise RuntimeError(
             f"Rank {rank} sent {bytes(data[:40])!r}, which is not JSON ({error}). It may run another version of"

@@ -1,4 +1,4 @@
-"""Detection of collectives that broke because another rank is gone: :func:`is_broken`.
+"""Detection of collectives that broke because another rank is gone, or cannot be reached: :func:`is_broken`.
 
 No other module of this package interprets the texts of a backend's exceptions.
 """
@@ -6,7 +6,7 @@ No other module of this package interprets the texts of a backend's exceptions.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -14,6 +14,8 @@ import torch.distributed as dist
 # Then it says that the peer closed or reset a connection, or that gloo's own time limit has expired. Once one operation
 # has taken too long, later operations on the same connection raise a text without a place.
 _GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\]|Application timeout caused pair closure")
+# Ranks of a companion connect with each other on first use. The text names the address that did not answer.
+_UNREACHABLE = re.compile(r"connecting: |SO_ERROR")
 _DEPTH = 8  # the length of the chain of exceptions that is searched
 
 CALL_THE_SAME = "Call the same operation on all ranks, or pass a longer timeout."
@@ -40,12 +42,22 @@ def is_broken(error: BaseException, *, stores: bool = True) -> bool:
         error: The exception.
         stores: Whether an exception of a store counts, too.
     """
-    cause: BaseException | None = error
-    for _ in range(_DEPTH):
-        if cause is None:
-            return False
+    for cause in _causes(error):
         is_of_gloo = type(cause) is RuntimeError and _GLOO.search(str(cause)) is not None
         if is_of_gloo or isinstance(cause, BrokenCollective) or (stores and isinstance(cause, dist.DistError)):
             return True
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return False
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether ``error`` says that two ranks, both of which may be alive, cannot connect with each other."""
+    return any(is_broken(cause, stores=False) and _UNREACHABLE.search(str(cause)) for cause in _causes(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    for _ in range(_DEPTH):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

@@ -124,7 +124,7 @@ def opened(collective: Collective) -> Segment | None:
 
 def _here() -> str:
     """Return a text that is equal for processes of this machine with the same version of this library."""
-    return f"{VERSION} {machine('pid')}"
+    return f"{VERSION} {machine()}"
 
 
 def obstacle() -> str:

@@ -44,24 +44,13 @@ def local_store(listening: socket.socket | None = None) -> dist.TCPStore:
     return dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
 
-def host_of(store: dist.Store) -> str:
-    """Return the name or address of the host that keeps a store; "" if it is unknown."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else ""
-
-
-def machine(namespace: str) -> str:
-    """Return a text that is equal only for processes of this machine that share a namespace of Linux.
-
-    Args:
-        namespace: ``"pid"`` for processes that see the same processes under the same numbers, ``"net"`` for processes
-            that reach each other by the loopback interface.
+def machine() -> str:
+    """Return a text that is equal only for processes of this machine that see each other under the same numbers.
 
     Raises:
         OSError: If this is not Linux.
     """
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink(f'/proc/self/ns/{namespace}')}"
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def job_of(environ: Mapping[str, str], world_size: int) -> str:

@@ -13,8 +13,6 @@ class Timeouts:
     """Times in seconds.
 
     Attributes:
-        connect: The time in which all ranks of a group make all connections between them for messages. After that, the
-            group does without messages.
         look: The interval between two reads of the others' messages by a waiting rank, and between two checks of each
             rank whether it is asked for its progress.
         note: The longest time in which a failing rank tries to post a note with the reason.
@@ -33,7 +31,6 @@ class Timeouts:
             on accelerators are aborted.
     """
 
-    connect: float = 10.0
     look: float = 0.25
     note: float = 2.0
     cause: float = 3.0

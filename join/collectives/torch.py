@@ -7,7 +7,6 @@ synchronisation.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from join.collectives import messages, shared_memory
+from join.collectives import shared_memory
 from join.collectives._torch_private import (
     Aside,
     abort_on_devices,
@@ -36,9 +35,7 @@ from join.collectives._torch_private import (
 )
 from join.collectives.base import HEADERS, Collective, Kept, Line, ReduceOp, Work, as_bytes, check_op
 from join.collectives.board import Board, StoreBoard
-from join.collectives.messages import Mesh, MessageLine
 from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine
-from join.collectives.store import host_of
 from join.collectives.timeouts import TIMEOUTS
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -52,11 +49,9 @@ class _Shared:
     """Seconds that an operation may take, by the group's own limit."""
     companion: TorchCollective | None = None
     has_tried: bool = False
-    """Whether the ranks have tried to connect through shared memory and, failing that, by messages."""
+    """Whether the ranks have tried to share memory."""
     segment: Segment | None = None
-    """Shared memory that connects the ranks; ``None`` if not all ranks can reach it."""
-    mesh: Mesh | None = None
-    """Connections between ranks that share no memory; ``None`` if not all ranks can be reached."""
+    """Memory that all ranks share; ``None`` if not all ranks can reach it."""
     kept: Kept = field(default_factory=Kept)
     lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
     """Lanes of the shared memory that are in use, by the number of their line."""
@@ -102,24 +97,15 @@ class TorchCollective(Collective):
         return self._shared.companion
 
     @override
-    def connect(self, limit: float | None = None) -> None:
-        shared = self._shared
+    def line(self, number: int = HEADERS) -> Line:
+        shared, over_group = self._shared, partial(super().line, number)
         if not shared.has_tried:
             shared.segment = shared_memory.opened(self)  # before the vote, for a note of a rank that fails here
             if not self.reduce_boolean_decision(shared.segment is not None):
                 shared.segment = None
-                shared.mesh = messages.connect(self, shared.timeout, limit, host_of(store_of(self.group)))
-                if shared.mesh is not None:
-                    weakref.finalize(self.group, shared.mesh.close)
             shared.has_tried = True
-
-    @override
-    def line(self, number: int = HEADERS) -> Line:
-        self.connect()
-        shared = self._shared
-        over_group = partial(super().line, number)
         if shared.segment is None:
-            return over_group() if shared.mesh is None else MessageLine(shared.mesh, number)
+            return over_group()
         if number not in shared.lanes:
             shared.lanes[number] = Lane(shared.segment, number, shared.timeout)
         return SharedMemoryLine(shared.lanes[number], over_group)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
-from join.collectives.broken import is_broken
+from join.collectives.broken import is_broken, is_unreachable
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, described
 from join.failure.peers import Peers
@@ -253,7 +253,7 @@ class Guard:
         Returns:
             The error to raise instead, if ``error`` is a consequence of another rank's failure.
         """
-        is_found = bool(self.closed) and isinstance(error, PeerError)  # while waiting; the search takes seconds
+        is_found = bool(self.closed) and isinstance(error, JoinError)  # while waiting; the search takes seconds
         cause, closes = None if is_found else self.explain(error), False
         if cause is None and not self.closed:
             closes = is_alone or not isinstance(error, JoinError)
@@ -270,7 +270,16 @@ class Guard:
     def explain(self, error: BaseException) -> JoinError | None:
         """Return the error to raise instead of ``error`` if a collective broke because another rank failed."""
         cause = self.peers.cause_of(error)
-        if cause is None and self.timeout is not None and is_broken(error, stores=False):
+        if cause is None and is_unreachable(error):  # a rank that waits for the connection is not told by gloo
+            #: A host's name often has an address that only this host reaches, such as 127.0.1.1 on Debian. In
+            #: GLOO_SOCKET_IFNAME, name the interface that reaches the other machines, as NCCL_SOCKET_IFNAME does.
+            cause = JoinError(
+                f"Rank {self._collective.rank} cannot connect with another rank over gloo, which carries the messages"
+                f" of Join ({error}). Set GLOO_SOCKET_IFNAME on each machine to the interface that reaches the other"
+                " machines, and let a firewall pass the connections. [J800]"
+            )
+            self.peers.post(cause)
+        elif cause is None and self.timeout is not None and is_broken(error, stores=False):
             cause = self.timeout_error(in_collective=True)  # the other ranks live, but some never call it
         if cause is not None:
             self.closed = self.closed or described(cause)

@@ -45,7 +45,6 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -65,7 +64,6 @@ from join.failure.guard import Guard
 from join.joinable import Joinable
 from join.protocol.headers import FRESH, STOPPING, Header, Headers, Member, Roster, Scope, SentHeader
 from join.protocol.progress import LateUse, LoopProgress
-from join.report.rank_report import BINS, EDGES
 from join.scaling import Scaling
 from join.transfer import OwnTensors
 
@@ -152,7 +150,6 @@ class Channel:
     def agree(self) -> None:
         """Set up the lines that carry messages; called when all ranks have entered the group's first block."""
         self.guard.is_connecting = True
-        self.collective.connect(self.guard.timeout)
         self.headers.agree()
         self.sums = self.collective.line(SUMS)
         """Line for sums between the collectives of a burst: one of these, if the ranks have no line beside them."""
@@ -196,7 +193,7 @@ class Channel:
         if self.guard.doing:
             where = f"{self.guard.doing.partition(' with ')[0]}, waits for the others"
         elif self.has_run_out:
-            steps = self._last_place.step or max((sum(each.times) for each in self.roster.announcing), default=0)
+            steps = self._last_place.step or max((each.steps for each in self.roster.announcing), default=0)
             since = f" since step {steps}" if steps else ""
             where = f"out of data{since}, waits for the others at the end of the block"
         return place._replace(headers=headers, doing=self.guard.doing or doing, place=where)
@@ -231,12 +228,7 @@ class Channel:
             if self._outstanding and (error := self._missing_follower_error(f"{joinable.join_name} announced a burst")):
                 self.guard.post_and_raise(error)
             self._outstanding = list(member.followers)
-        if self.step.is_dummy:
-            member.shadowed += 1
-        else:
-            now = time.monotonic()
-            took, member.announced_at = now - member.announced_at, now
-            member.times[bisect(EDGES, took, 1, BINS) - 1] += 1
+        member.steps += 1
         headers, loop, step = self.headers, self.loop, self.step
         if loop is not None:  # all ranks run the burst, and can compute the contents of the header
             if not member.burst.interjects:

@@ -18,8 +18,8 @@ up to 31 ranks. The size matters because the cost of a small all-reduce on gloo 
 
 To *apply* a header is to act on one that was sent earlier. If it reports that ranks diverged, the rank raises. If the
 old leader has left and any burst needs a leader, the ranks elect a new one. All ranks apply header i after burst i and
-before header i+1. If burst i was foreseen and headers travel in messages, which take longer, all ranks apply header i
-later:
+before header i+1. If burst i was foreseen and headers go over the process group, which takes longer, all ranks apply
+header i later:
 
 - before burst i+1 and after header i+1, if burst i+1 needs the leader or was not foreseen itself;
 - before header i+2 in all other cases.
@@ -59,7 +59,6 @@ from join.collectives._torch_private import profiled
 from join.errors import ProtocolError, described
 from join.failure.guard import Guard
 from join.joinable import Burst, Joinable, JoinHook, NothingListed
-from join.report.rank_report import BINS
 
 ACTIVE, LEADER, STOPPING, FRESH = range(4)
 _FIXED = 4
@@ -128,9 +127,8 @@ class Member:
         joinable: The object.
         hook: The hook of the object for this block.
         followers: The members that act after each burst of this one, if it announces. Followers have no followers.
-        shadowed: The number of bursts of the joinable that this rank shadowed, or ran on a dummy batch.
-        times: The number of announcements of this rank in each bin of a report, by the seconds since the one before.
-        announced_at: The time of the last announcement on the monotonic clock; at first, of entering the block.
+        shadowed: The number of bursts of the joinable that this rank shadowed.
+        steps: The number of announcements of this rank.
         burst: The joinable, if it is a ``Burst``; otherwise one that does nothing.
         announced_in: The last header that announced it.
     """
@@ -139,8 +137,7 @@ class Member:
     hook: JoinHook
     followers: list[Member] = field(default_factory=list["Member"])
     shadowed: int = 0
-    times: list[int] = field(default_factory=lambda: [0] * BINS)
-    announced_at: float = 0.0
+    steps: int = 0
     burst: Burst = field(init=False)
     announced_in: SentHeader = field(init=False)
 
@@ -333,7 +330,7 @@ def _period_of(past: Sequence[int]) -> int:
 
 
 class Headers:
-    """Headers of one process group. One header at a time is being summed, or two if they travel in messages.
+    """Headers of one process group. One header at a time is being summed, or two if they go over the process group.
 
     Args:
         collective: The ranks.

@@ -22,7 +22,6 @@ require(
         "torch.distributed:Reducer": (
             "_autograd_hook",
             "_check_reducer_finalized",
-            "_delay_all_reduce",
             "_get_local_used_map",
             "_get_zeros_like_grad_buckets",
             "_rebuild_buckets",

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from join.collectives._torch_private import thawed
-from joinables._torch import autograd
 from joinables._torch.versions import forward_sync_buffers, require_of
 
 ATTRIBUTES = (
@@ -45,6 +44,8 @@ ARGUMENTS = {
 """Arguments of the constructor that are not supported, by the attribute that they set."""
 NO_MEANS = ("ddp_zero_hook", "debugging_hooks", "optimizer_overlap_hooks", "post_localSGD_hook")
 """Modules of torch's comm hooks that leave no mean over ranks in the gradients, or step an optimizer."""
+
+_MORE_OFTEN = "training graph has changed"  # in the reducer's error about a gradient that arrives too often
 
 
 def check(ddp: DistributedDataParallel) -> None:
@@ -241,15 +242,13 @@ def has_finished(ddp: DistributedDataParallel) -> bool:
 def first_static_backward(ddp: DistributedDataParallel) -> bool:
     """Return whether the next synchronised backward of a module with ``static_graph`` is its first.
 
-    The reducer treats it differently. In that backward, the reducer only counts how often the gradient of each
-    parameter arrives. It reduces everything at the end: first the map of used parameters, then the buckets.
+    In that backward, the reducer counts how often the gradient of each parameter arrives, and reduces everything at the
+    end.
     """
     return not ddp._static_graph_delay_allreduce_enqueued
 
 
-def shadow_backward(
-    ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], arrivals: Sequence[int] | None
-) -> None:
+def shadow_backward(ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Run the reducer through a backward pass in which no gradient arrives, and wait for its collectives.
 
     Replaces a backward of a model without data. The reducer's own hook is called for every parameter inside an
@@ -260,19 +259,20 @@ def shadow_backward(
     Args:
         ddp: The module.
         parameters: The result of :func:`reduced_parameters`.
-        arrivals: For a static graph, the number of times that the gradient of each parameter arrives in one backward;
-            ``None`` means once.
     """
     reducer = ddp.reducer
-    first = bool(ddp.static_graph) and first_static_backward(ddp)
-    counts = arrivals if arrivals is not None else [1] * len(parameters)
 
     def arrive(gradient: torch.Tensor) -> None:
         for index in reversed(range(len(parameters))):  # about the order of a real backward, so buckets fill in order
-            for _ in range(counts[index]):
+            reducer._autograd_hook(index) if not ddp.static_graph else arrive_often(index)
+
+    def arrive_often(index: int) -> None:
+        try:
+            while True:  # the reducer raises an error if the gradient arrives once more than in the static graph
                 reducer._autograd_hook(index)
-        if first:
-            autograd.after_backward(reducer._delay_all_reduce)
+        except RuntimeError as error:
+            if _MORE_OFTEN not in str(error):
+                raise
 
     with torch.enable_grad():
         reducer.prepare_for_forward()
@@ -280,8 +280,6 @@ def shadow_backward(
         start = torch.zeros((), requires_grad=True, device=parameters[0].device)
         start.register_hook(arrive)
         start.clone().backward()
-    if first:
-        ddp._static_graph_delay_allreduce_enqueued = True
 
 
 def _reaching(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -11,12 +11,8 @@ end of the first backward instead of in the next forward, which a joined rank ne
     forward   header                                   header
               broadcast of buffers (if it has any)     broadcast of buffers
     backward  sum of n or S, if needed (see Scaling)   the same
-              the first of a static graph: how often   how often
-              gradients arrive (max)                   gradients arrive (max)
               all-reduce of each bucket                all-reduce of each bucket (the reducer's own backward, empty)
               all-reduce of the used map, if asked     all-reduce of the used map
-              (the first of a static graph: the map
-              before the buckets)
               until they are rebuilt: header, bucket   header, bucket rebuild
               rebuild (a static graph: after the second)
 
@@ -27,6 +23,9 @@ the backward begins instead, and buffers, if any, have a header of their own in 
 - With ``divide_by_initial_world_size=True``, gradients may contain the last result in the forward.
 - With ``divide_by_initial_world_size=False``, the module has no buffers.
 - The block has a ``timeout``.
+
+In the first backward of a static graph, all ranks need data, or have run a step before the block: there the reducer
+learns how often the gradient of each parameter arrives.
 
 Forwards under ``no_sync`` and forwards without grad do not communicate. A forward that finds a pending header does not
 communicate either: the backward was skipped, or two forwards run before one backward.

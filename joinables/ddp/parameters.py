@@ -1,4 +1,4 @@
-"""Records for each parameter of a DDP module: :class:`Factors`, :class:`UsedParameters` and :class:`StaticGraph`.
+"""Records for each parameter of a DDP module: :class:`Factors` and :class:`UsedParameters`.
 
 *Parameters that DDP does not know.* DDP reduces the gradients of the parameters that required grad when it was built.
 A parameter that was thawed or added since then has its own gradient on each rank: :func:`refuse_unreduced_parameters`.
@@ -13,11 +13,6 @@ other parameters are set back to ``None``, if they were ``None`` before the wind
     the reducer's all-reduces                      the same
     if a rank had a dummy in the window:           the same, with the parameters that it used while it had
     all-reduce (max) of the parameters it used     data
-
-*Static graphs.* In the first backward, the reducer of a ``static_graph`` module counts how often each parameter's
-gradient arrives. In every later backward it waits for the same number of arrivals. A rank that joins before its first
-batch has no counts. So at the end of the first backward the ranks share the counts (one all-reduce, max), before the
-reducer's own collectives.
 """
 
 from __future__ import annotations
@@ -29,11 +24,9 @@ from typing import Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from join.collectives import Collective
-from join.collectives._torch_private import accumulators, thawed
+from join.collectives._torch_private import thawed
 from join.protocol.channel import Channel
 from joinables._torch import autograd, reducer
-from joinables.ddp.window import memory_of
 from joinables.loss_gate import LossGate
 
 
@@ -135,65 +128,3 @@ def refuse_unreduced_parameters(ddp: DistributedDataParallel, reduced: Container
     unknown = reducer.parameters_beyond(ddp, reduced)
     with thawed(unknown):
         return [parameter.register_post_accumulate_grad_hook(refuse) for parameter in unknown]
-
-
-class StaticGraph:
-    """Count of the arrivals of each parameter's gradient in a module with ``static_graph``.
-
-    Args:
-        ddp: The module. Without ``static_graph``, nothing is counted.
-        parameters: Its parameters, in the reducer's order.
-
-    Raises:
-        ValueError: If the first backward of the module ran outside a block, so that a rank without data cannot receive
-            the counts.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._ddp, self._parameters, self._memory = ddp, parameters, memory_of(ddp)
-        if ddp.static_graph and not reducer.first_static_backward(ddp) and self._memory.arrivals is None:
-            raise ValueError(
-                "The static_graph module has run its first backward outside a Join block, so a rank without data cannot"
-                " know its graph. Enter the first block before the first backward. [J114]"
-            )
-
-    def watch(self, collective: Collective) -> None:
-        """Count the arrivals in the first backward and share the counts at its end; called when a backward begins.
-
-        Args:
-            collective: The ranks.
-        """
-        if not reducer.first_static_backward(self._ddp):
-            return
-        counts = [0] * len(self._parameters)
-
-        def arrived(index: int, *_: Any) -> None:
-            counts[index] += 1
-
-        nodes = enumerate(accumulators(self._parameters))
-        handles: list[Any] = [node.register_hook(partial(arrived, index)) for index, node in nodes]
-
-        def finish() -> None:
-            for handle in handles:
-                handle.remove()
-            self._share_counts(collective, counts)
-
-        autograd.after_backward(finish)
-
-    def learn(self, collective: Collective) -> list[int] | None:
-        """Share the counts if the shadowed backward is the first, and return the arrivals that it has to imitate.
-
-        Args:
-            collective: The ranks.
-
-        Returns:
-            The number of arrivals for each parameter; ``None`` means one for each.
-        """
-        if reducer.first_static_backward(self._ddp):
-            self._share_counts(collective, [0] * len(self._parameters))
-        return self._memory.arrivals
-
-    def _share_counts(self, collective: Collective, arrivals: Sequence[int]) -> None:
-        counts = torch.tensor(arrivals, device="cpu")
-        collective.all_reduce(counts, "max").wait()
-        self._memory.arrivals = counts.tolist()

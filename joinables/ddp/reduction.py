@@ -46,7 +46,7 @@ from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.mean import ANNOUNCED, CONTRIBUTES, Means
-from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters, refuse_unreduced_parameters
+from joinables.ddp.parameters import Factors, UsedParameters, refuse_unreduced_parameters
 from joinables.ddp.window import LastResult, Window, have_none, memory_of
 from joinables.own_collectives import mixing
 from joinables.sample import sampled
@@ -102,7 +102,6 @@ class GradientSync(DDPBurst):
 
     @override
     def attach(self, join: Join) -> None:
-        self._static_graph = StaticGraph(self._ddp, self._parameters)
         super().attach(join)
         self._means.attach(join.channel, self, has_comm_hook=reducer.has_comm_hook(self._ddp))
         self._mean = self._means.unweighted
@@ -389,8 +388,6 @@ class GradientSync(DDPBurst):
             self._mean = self._means.agree()
         self._close_window(is_first=self._memory.window.backwards == 1)
         self.is_pending = self._forwards.reduces_next = False
-        if self._ddp.static_graph:
-            self._static_graph.watch(self._collective)
         if channel.guard.timeout is not None and not in_loop:
             # This is before the reducer waits, which does not look for missing ranks.
             autograd.after_backward(channel.headers.read)
@@ -460,8 +457,15 @@ class GradientSync(DDPBurst):
     def _shadow(self, *, leads: bool) -> None:
         """Run a reduction without a backward of this rank's own; ``leads`` as for :meth:`_finish`."""
         self._close_window()
-        arrivals = self._static_graph.learn(self._collective) if self._ddp.static_graph else None
-        reducer.shadow_backward(self._ddp, self._parameters, arrivals)
+        if self._ddp.static_graph and reducer.first_static_backward(self._ddp):
+            self._channel.guard.post_and_raise(
+                JoinError(
+                    f"Rank {self._collective.rank} has no data in {self.join_name}, the first one of a module with"
+                    " static_graph=True, which learns its graph there. Run one step on each rank before the block, on"
+                    " any batch: a forward, a backward and zero_grad(). [J802]"
+                )
+            )
+        reducer.shadow_backward(self._ddp, self._parameters)
         self._finish(leads=leads)
 
     def _drop(self) -> None:

@@ -124,8 +124,6 @@ class Memory:
         window: The current window, which may be open.
         buffer_shapes: The shapes of the buffers at their last synchronisation, which are the same on all ranks. The
             present shapes may differ, since one rank may evaluate between blocks.
-        arrivals: How often the gradient of each parameter arrives in a backward of a ``static_graph`` module; ``None``
-            if its first backward has not run in a block.
         own: The sample of the parameters as the last block left them, if a step in it was on gradients that no
             reduction had included. While the sample is the same, the parameters may differ between ranks. In a block,
             the sample after such a step. ``None`` if there was none.
@@ -134,7 +132,6 @@ class Memory:
 
     window: Window = field(default_factory=Window)
     buffer_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    arrivals: list[int] | None = None
     own: Mapping[str, float] | None = None
     backward: int = -1
 

@@ -14,7 +14,7 @@ from join import Join
 from joinables import Mean
 from tests.accelerator.target import Target, Wait, device_of_rank, waits
 from tests.cases import Model, Optimizer
-from tests.models import batch, build
+from tests.models import batch, build, learn_graph
 from tests.pool import Pool
 from tests.training import optimizer_of, shard
 
@@ -69,6 +69,7 @@ def train(rank: int, target: Target, options: dict[str, Any]) -> list[Wait]:
         model: Any = shard(Model(kind, device=target.device))
     else:
         model = DistributedDataParallel(build(kind).to(device), **options.get("ddp", {}))
+    learn_graph(model, lambda: model(batch(rank, 0, 0)[0].to(device)).sum())
     optimizer = optimizer_of(Optimizer(zero=options.get("zero", False)), model)
     scaler = torch.amp.GradScaler(device.type, enabled=options.get("scaler", False))
     mine = [tuple(part.to(device) for part in batch(rank, 0, step)) for step in range(COUNTS[rank])]

@@ -16,7 +16,7 @@ def test_bars_are_those_of_the_table(name: str) -> None:
     drawn = PICTURES[name].read_text()
     assert drawn == picture(rows), "run python -m docs.plots"
     ratios = [cost for _, costs in rows for cost in costs.values()]
-    assert len(rows) >= 3 and {way for _, costs in rows for way in costs} >= {
+    assert len(rows) >= 2 and {way for _, costs in rows for way in costs} >= {
         "torch's Join",
         "Join",
         "iterate",

@@ -45,8 +45,6 @@ UNREACHABLE = {
     "J524": "the loader of the loop is the integration's",
     "J564": "it is of plain blocks",
     "J684": "users call joinables.Mean themselves",
-    "J686": "users call join.mean themselves",
-    "J735": "users read join.total_weight themselves",
     "J765": "it is of the block that users of Accelerate open",
     "J776": "the loop is the integration's",
 }

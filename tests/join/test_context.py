@@ -336,7 +336,7 @@ def test_what_is_set_in_a_block_ends_with_it() -> None:
             with join:
                 assert join.weight == 2
                 join.weight = 5
-                with pytest.raises(JoinError, match=r"No loop over join.iterate has begun"):
+                with pytest.raises(JoinError, match=r"join.loader_state was called outside"):
                     join.loader_state()
                 assert list(join.iterate([1, 2, 3][: collective.rank + 2], until="first")) == [1, 2]
                 assert join.pending == [3][: collective.rank]

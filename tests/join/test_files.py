@@ -12,13 +12,8 @@ from unittest import mock
 
 import pytest
 
-from join import JoinReport
 from join.files import replacing, temporary_folder
 from joinables.trainer.checkpoint import write_checkpoint
-
-
-def plot(path: Path) -> None:
-    JoinReport().plot(path)
 
 
 def write(path: Path) -> None:
@@ -30,7 +25,7 @@ def checkpoint(path: Path) -> None:
     write_checkpoint({"number": 1}, path)
 
 
-WRITERS = pytest.mark.parametrize("writer", [plot, write, checkpoint])
+WRITERS = pytest.mark.parametrize("writer", [write, checkpoint])
 
 
 @WRITERS

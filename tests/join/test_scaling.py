@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from join import Join, JoinError
 from joinables import LossGate, ZeroStep
 from tests.ending import Ending
-from tests.models import assert_same, flat_state
+from tests.models import assert_same, flat_state, learn_graph
 from tests.pool import Pool
 from tests.selection import ALL, all_or_each
 
@@ -122,6 +122,7 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.05)
     listed = [model, ZeroStep(optimizer, clip) if what == "zero" else optimizer, *[scaler][: scaler.is_enabled()]]
     divisor = 4 if what == "divided" else 1
+    learn_graph(model, lambda: loss_of(model, batch(rank, 0), 0, what))
     with Join(listed, divide_by_initial_world_size=case.initial, loss_divided_by=divisor) as join:
         data = [batch(rank, step) for step in range(case.counts[rank])]
         until: Any = case.until
@@ -376,11 +377,11 @@ def mistaken(rank: int, how: str) -> str:
     [
         (
             "forgets with weigh",
-            "is not scaled, but join.iterate was called with a weigh function. Call join.scale(loss).backward()",
+            "was not scaled, although join.iterate was called with a weigh function. Call join.scale(loss).backward()",
         ),
         (
             "forgets with a window",
-            "is not scaled, but join.iterate was called with window=2. Call join.scale(loss).backward()",
+            "was not scaled, although join.iterate was called with window=2. Call join.scale(loss).backward()",
         ),
         ("steps inside a window", "Step the optimizer only if join.ends_window is True"),
         ("breaks inside a window", "Leave the loop only if join.ends_window is True"),
@@ -388,7 +389,7 @@ def mistaken(rank: int, how: str) -> str:
         ("begins to scale", "Call join.scale(loss) for every backward of the loop, or for none"),
         ("stops to scale", "Call join.scale(loss) for every backward of the loop, or for none"),
         ("sets the weight", "Pass join.iterate(loader, weigh=function)"),
-        ("weighs negatively", "which is negative or not finite"),
+        ("weighs negatively", "is not a finite number of at least 0"),
         ("plain: forgets", "call join.scale(loss).backward()"),
     ],
 )

@@ -64,7 +64,7 @@ def test_an_interface_that_is_not_there(ending: Ending) -> None:
     command = functools.partial(forked, GLOO_SOCKET_IFNAME="lo,no0", JOIN_SHARED_MEMORY="0")
     (end,) = ending.ends(command, ranks=1, group=False)
     assert end.result == 1
-    assert "note   headers travel in messages" in end.text
+    assert "note   headers travel over gloo" in end.text
     assert "JOIN_SHARED_MEMORY=0 forbids it\n" in end.text
     wrong = r"^WRONG  GLOO_SOCKET_IFNAME=lo,no0 names the interface 'no0', which is missing. Set it to"
     assert re.search(wrong, end.text, re.MULTILINE)

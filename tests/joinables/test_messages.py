@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, ProtocolError
 from join.collectives import TorchCollective
-from join.collectives.messages import Mesh
 from join.protocol.channel import Channel
 from tests.models import batch, build
 from tests.pool import Pool
@@ -27,7 +26,7 @@ LAYERS = 20
 
 @contextmanager
 def counted(found: list[str]) -> Iterator[None]:
-    """Note the operations that are started on the groups, and messages beside them, in their order."""
+    """Note the operations that are started on the groups, in their order."""
 
     def noted(kind: type, name: str) -> Callable[..., Any]:
         original = getattr(kind, name)
@@ -41,7 +40,6 @@ def counted(found: list[str]) -> Iterator[None]:
     with ExitStack() as patches:
         for name in OPERATIONS:
             patches.enter_context(mock.patch.object(TorchCollective, name, noted(TorchCollective, name)))
-        patches.enter_context(mock.patch.object(Mesh, "send", noted(Mesh, "send")))
         yield
 
 
@@ -86,12 +84,12 @@ def ends(rank: int) -> list[tuple[list[str], list[str]]]:
 def test_messages(pool: Pool) -> None:
     for _, even, uneven, again, last in pool.run(ends, ranks=2, over_group=True):
         for block in (even, uneven, again, last):
-            assert block[0] == ["send"]  # which is not waited for, as the next test shows
+            assert block[0] == ["all_reduce"]  # which is not waited for, as the next test shows
         for block in (even, again):
-            assert block[1] == ["header", "send", "broadcast"]  # the last two at the same time
+            assert block[1] == ["header", "all_gather_into", "broadcast"]  # the last two at the same time
         for block in (uneven, last):
             # two for a description of all state; can all ranks copy it?; all of it
-            assert block[1] == ["header", "send", "broadcast", "broadcast", "all_reduce", "broadcast"]
+            assert block[1] == ["header", "all_gather_into", *["broadcast"] * 2, "all_reduce", "broadcast"]
 
 
 def enter_early(rank: int) -> list[float]:
@@ -141,7 +139,7 @@ def test_ranks_that_list_other_objects(pool: Pool, known: bool, then: str, over_
     told = r"The ranks entered Join with .* \(ranks \[0\]: nothing more; ranks \[1\]: SGD\)\. .* \[J020\]"
     for text, found in pool.run(enter_others, known, then, ranks=2, over_group=over_group):
         assert re.fullmatch(told, text)
-        assert found == ["send"] * over_group + ["all_gather_into"] * 2  # no header, no burst
+        assert found == ["all_reduce"] * over_group + ["all_gather_into"] * 2  # no header, no burst
 
 
 class Cached(nn.Linear):

@@ -716,7 +716,10 @@ def forgets_to_scale(rank: int) -> str:
 
 def test_a_loss_that_is_not_scaled(ending: Ending) -> None:
     for text in ending.run(forgets_to_scale):
-        assert "SGD stepped, but no loss was scaled, although nothing else weighs the gradients of the forward" in text
+        assert (
+            "SGD stepped, but its loss was not scaled, although nothing else weighs the gradients of the forward"
+            in text
+        )
 
 
 def train_replicated(rank: int) -> list[torch.Tensor]:
@@ -772,4 +775,4 @@ def forgets_to_scale_a_norm(rank: int) -> str:
 
 def test_a_loss_over_a_synchronised_norm_that_is_not_scaled(ending: Ending) -> None:
     for text in ending.run(forgets_to_scale_a_norm):
-        assert "is not scaled, but nothing else weighs the gradients of the backward of DistributedData" in text
+        assert "was not scaled, although nothing else weighs the gradients of the backward of DistributedData" in text

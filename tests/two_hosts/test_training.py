@@ -25,7 +25,7 @@ def trained(fleet: Fleet) -> list[Trained]:
 def test_what_carries_headers(fleet: Fleet, trained: list[Trained]) -> None:
     """Memory, where all share it; where only some do, nobody uses it."""
     shared = fleet.memory == "one memory"
-    expected = ("SharedMemoryLine", "SharedBoard") if shared else ("MessageLine", "StoreBoard")
+    expected = ("SharedMemoryLine", "SharedBoard") if shared else ("GroupLine", "StoreBoard")
     assert [each.ways for each in trained] == [expected] * RANKS
 
 

@@ -57,8 +57,7 @@ class Memory(Bare):
     def companion(self) -> Collective:
         return self.threads.companion()
 
-    @override
-    def connect(self, limit: float | None = None) -> None:
+    def _connect(self) -> None:
         if self._segment is None:
             self._segment = segment = opened(self)
             assert segment is not None
@@ -67,7 +66,7 @@ class Memory(Bare):
 
     @override
     def line(self, number: int = HEADERS) -> Line:
-        self.connect()
+        self._connect()
         assert self._segment is not None
         if number not in self._lanes:
             self._lanes[number] = Lane(self._segment, number, timeout=1e6)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import signal
+import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from fractions import Fraction
 from typing import Any
 from unittest import mock
 
@@ -18,9 +21,10 @@ import torch.distributed as dist
 from join import Join
 from join.collectives import Collective, Line, SingleCollective, collective_of, run_threads
 from join.collectives import shared_memory as memory
+from join.collectives.base import GroupLine
 from join.collectives.broken import BrokenCollective
-from join.collectives.messages import MessageLine
 from join.collectives.shared_memory import SharedMemoryLine
+from join.rounds import Answers, Share, Shares
 from tests.ending import Ending
 from tests.join.counter import Counter
 from tests.meeting import tell, wait_for
@@ -126,9 +130,6 @@ class ByRank:
     def combined(self, one: dict[int, int], other: dict[int, int], /) -> dict[int, int]:
         return {**one, **other}
 
-    def restored(self, result: dict[str, int], /) -> dict[int, int]:
-        return {int(rank): answer for rank, answer in result.items()}
-
 
 def everybody_answers(collective: Collective, line: Line) -> None:
     rank, size = collective.rank, collective.world_size
@@ -204,8 +205,54 @@ def test_threads(ranks: int) -> None:
 @pytest.mark.parametrize("over_group", [False, True])
 @pytest.mark.parametrize("ranks", [1, RANKS])
 def test_gloo(pool: Pool, ranks: int, over_group: bool) -> None:
-    kind = MessageLine if over_group else SharedMemoryLine
+    kind = GroupLine if over_group else SharedMemoryLine
     pool.run(over_gloo, kind, ranks=ranks, over_group=over_group)
+
+
+# -- without pickles ---------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.putenv, ("EVIL", "1")
+
+
+def pickles(rank: int) -> None:
+    """Rank 1 sends a pickle, as an earlier version did; nothing unpickles it."""
+    collective: Collective = collective_of(None)
+    if rank == 1:
+        with pytest.raises(pickle.UnpicklingError):
+            collective.all_gather_object(Evil())
+    else:
+        with mock.patch.object(pickle, "loads", side_effect=AssertionError), pytest.raises(RuntimeError, match="J571"):
+            collective.all_gather_object([1], plain=True)
+
+
+def test_a_pickle_is_not_read(pool: Pool) -> None:
+    pool.run(pickles, ranks=2)
+
+
+def done(work: Any) -> Any:
+    work.wait()
+    return work
+
+
+def sends_all_kinds(rank: int) -> None:
+    collective: Collective = collective_of(None)
+    with mock.patch.multiple(pickle, loads=mock.Mock(side_effect=AssertionError), dumps=mock.DEFAULT):
+        line = collective.line()
+        assert done(line.sum(1, 5)).total() == 3
+        assert done(line.sum_float(0.1 * rank)).total() == pytest.approx(0.3)
+        assert done(line.gather(b"%d" % rank)).rows() == [b"0", b"1", b"2"]
+        roll_call = line.roll_call((1 << 90) - 1, Shares(4, weighs=True))
+        (weight,) = struct.unpack("<Q", struct.pack("<d", 0.1))
+        roll_call.call((weight << 4 | 1) << 16 if rank else 0)
+        assert done(roll_call).result() == Answers(0, [Share(2, 1, 2 * Fraction(0.1))])
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+def test_lines_need_no_pickle(pool: Pool, over_group: bool) -> None:
+    pool.run(sends_all_kinds, ranks=3, over_group=over_group)
 
 
 # -- through shared memory ---------------------------------------------------------------------------------------------
@@ -226,7 +273,7 @@ def one_cannot(rank: int, how: str) -> None:
             line = collective.line()
     else:
         line = collective.line()
-    assert isinstance(line, MessageLine)
+    assert isinstance(line, GroupLine)
     assert memory_files() == before
     sums_in_order(collective, line)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from join.collectives.store import fresh_store, host_of, job_of, local_store
+from join.collectives.store import fresh_store, job_of, local_store
 
 
 def client(server: dist.TCPStore) -> dist.TCPStore:
@@ -103,4 +103,3 @@ def test_a_store_of_this_machine_listens_on_loopback_only() -> None:
     ]
     at = {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[1].endswith(f":{store.port:04X}")}
     assert at == {"0100007F"}  # 127.0.0.1
-    assert host_of(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"

@@ -152,7 +152,7 @@ def test_the_other_rank_learns_of_it(ending: Ending) -> None:
     wrong: list[tuple[Any, ...]] = []
     for case, found in zip(cases, outcomes(ending, cases), strict=True):
         over_group, way, door, _ = case
-        transport = "messages" if over_group else "shared memory"
+        transport = "the process group" if over_group else "shared memory"
         row = table.setdefault(f"{door}, {way}, {transport}", {"told": 0, "given": 0, "not reached": 0})
         if found in row:
             row[found] += 1

@@ -11,7 +11,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
-from join.collectives import collective_of
 from tests.ending import End, Ending
 from tests.models import TOLERANCE, batch, build, mlp_in_one_process
 from tests.selection import in_test_all
@@ -31,8 +30,8 @@ def take_threads(name: str) -> None:
     threading.Thread.start = limited
 
 
-def training(rank: int, lacks: str, spare: int) -> tuple[list[torch.Tensor] | str, bool]:
-    """The parameters or the error, and whether the ranks have connections for messages."""
+def training(rank: int, lacks: str, spare: int) -> list[torch.Tensor] | str:
+    """The parameters or the error."""
     ddp = DistributedDataParallel(build("mlp"))
     optimizer, found = torch.optim.Adam(ddp.parameters(), lr=1e-3), "fine"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -51,14 +50,14 @@ def training(rank: int, lacks: str, spare: int) -> tuple[list[torch.Tensor] | st
         found = f"{type(error).__name__}: {error}"
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     parameters = [parameter.detach() for parameter in ddp.module.parameters()]
-    return parameters if found == "fine" else found, collective_of(None)._shared.mesh is not None  # pyright: ignore
+    return parameters if found == "fine" else found
 
 
 def are_exact(ends: list[End]) -> bool:
     """Whether the ranks have trained exactly; all of them, or all have an error."""
     texts = "\n".join(f"-- rank {rank}: {end.code} {end.result}\n{end.text}" for rank, end in enumerate(ends))
     assert [end.code for end in ends] == [0] * len(ends), texts
-    results = [end.result[0] for end in ends]
+    results = [end.result for end in ends]
     if all(isinstance(result, str) for result in results):
         assert all("rank 1 " in result for rank, result in enumerate(results) if rank != LACKS), texts
         return False
@@ -66,11 +65,6 @@ def are_exact(ends: list[End]) -> bool:
     for result in results:
         torch.testing.assert_close(result, mlp_in_one_process(COUNTS), atol=TOLERANCE, rtol=0)
     return True
-
-
-def test_without_a_thread_for_messages_all_ranks_use_the_group(ending: Ending) -> None:
-    ends = ending.ends(training, "join messages", 0, over_group=True, tidies=False, limit=25)
-    assert are_exact(ends) and not any(end.result[1] for end in ends)
 
 
 @pytest.mark.parametrize("over_group", [False, True])

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import join.block
 from join import Join
-from join.collectives import messages, shared_memory
+from join.collectives import TorchCollective, shared_memory
 from join.protocol.channel import Lockstep
 from tests.ending import Ending, Running
 from tests.meeting import tell, wait_for
@@ -24,7 +24,7 @@ from tests.shorter import using
 
 PLACES: dict[str, tuple[Any, str]] = {
     "memory": (shared_memory, "opened"),
-    "messages": (messages, "connect"),
+    "connections": (TorchCollective, "companion"),
     "copy": (join.block, "copy_state"),
     "break": (Lockstep, "agree_to_leave"),
 }
@@ -64,8 +64,8 @@ def arriving(rank: int, place: str, timeout: float | None, seconds: float, silen
 
 
 Stop = tuple[str, bool, float | None]
-STOPS: list[Stop] = [("memory", False, 2.0), ("messages", True, 2.0), ("copy", False, 2.0), ("copy", True, 2.0)]
-STOPS += [("memory", False, None), ("messages", True, None), ("break", False, None)]
+STOPS: list[Stop] = [("memory", False, 2.0), ("connections", True, 2.0), ("copy", False, 2.0), ("copy", True, 2.0)]
+STOPS += [("memory", False, None), ("connections", True, None), ("break", False, None)]
 
 
 @pytest.fixture(scope="module")

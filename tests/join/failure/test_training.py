@@ -238,9 +238,10 @@ def sleeping(rank: int, where: str) -> str:
     return "fine"
 
 
+@pytest.mark.parametrize("over_group", [False, True])
 @pytest.mark.parametrize("where", ["loading", "loss", "buffers"])
-def test_a_rank_that_sleeps(pool: Pool, where: str) -> None:
-    texts = pool.run(sleeping, where, ranks=RANKS)
+def test_a_rank_that_sleeps(pool: Pool, where: str, over_group: bool) -> None:
+    texts = pool.run(sleeping, where, ranks=RANKS, over_group=over_group)
     for rank in (0, 2):
         assert "Ranks [1] announced no collective within timeout=" in texts[rank]
         assert f"rank {2 - rank} announced" in texts[rank]

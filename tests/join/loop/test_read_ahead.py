@@ -91,7 +91,7 @@ def epochs(rank: int) -> None:
     for enable in (True, False):
         loader = Positioned(SIZES[rank])
         with Join([Counter(collective)], enable=enable) as join:
-            with pytest.raises(JoinError, match=r"No loop over join.iterate has begun"):
+            with pytest.raises(JoinError, match=r"join.loader_state was called outside"):
                 join.loader_state()
             for step, batch in enumerate(join.iterate(loader, lookahead=2, resumable=True)):
                 if not join.shadowing:

@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from join import Join
 from tests.ending import Ending
-from tests.models import TOLERANCE, assert_same, batch, build, flat_state
+from tests.models import TOLERANCE, assert_same, batch, build, flat_state, learn_graph
 from tests.pool import Pool
 from tests.training import mesh_of
 
@@ -59,6 +59,7 @@ def train(
 ) -> dict[str, torch.Tensor]:
     """Train; until the first rank has no batch left, with nothing listed."""
     optimizer = optimizer or torch.optim.SGD(ddp.parameters(), lr=0.1)
+    learn_graph(ddp, lambda: ddp(batch(rank, 0, 0)[0]).sum())
     of_block: dict[str, Any] = {"process_group": None} if until == "first" else {}
     with Join([] if of_block else [ddp, optimizer], divide_by_initial_world_size=False, **of_block) as join:
         mine = [batch(rank, 0, step) for step in range(2 + rank if of_block else COUNTS[rank])]

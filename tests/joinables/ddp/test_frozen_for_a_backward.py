@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from joinables import LossGate
 from tests.ending import Ending
-from tests.models import FEATURES, TOLERANCE, batch
+from tests.models import FEATURES, TOLERANCE, batch, learn_graph
 from tests.pool import Pool
 
 EPOCHS = ((3, 1), (0, 2))
@@ -89,6 +89,7 @@ class Halves(nn.Module):
 def thaw(rank: int, kind: str) -> list[torch.Tensor]:
     module, always = Halves(kind == "hidden"), kind != "find_unused_parameters"
     ddp = DistributedDataParallel(module, **({} if kind == "hidden" else {kind: True}))  # pyright: ignore[reportArgumentType]
+    learn_graph(ddp, lambda: ddp(batch(rank, 0, 0)[0]))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.first.requires_grad_(False)
     for counts in EPOCHS:

@@ -1,14 +1,52 @@
-"""Report on a ``Join`` block, with one row for each rank: :class:`JoinReport`."""
+"""Report on a ``Join`` block: :class:`JoinReport`, with a :class:`RankReport` for each rank."""
 
 from __future__ import annotations
 
-import os
+import struct
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from join.errors import JoinError
-from join.report.rank_report import RankReport
+
+_PACKED = struct.Struct("<2q3d2q")
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Row of a report for one rank.
+
+    Attributes:
+        rank: The rank in the process group.
+        steps: The number of batches that this rank had in loops over ``Join.iterate``. If the block had no such loop,
+            the number of bursts, such as backwards, that this rank announced for the joinable with the most
+            announcements.
+        shadowed: The number of dummy batches of this rank in such loops. If the block had none, the number of bursts of
+            other ranks that this rank shadowed, of the same joinable.
+        joined_at: Seconds from entering the block until this rank was out of data.
+        ended_at: Seconds from entering the block until all ranks were out of data.
+        idle: Seconds that this rank waited for headers after it had joined.
+        headers: The number of headers that this rank sent.
+        header_bytes: The size of these headers in bytes.
+    """
+
+    rank: int
+    steps: int
+    shadowed: int
+    joined_at: float
+    ended_at: float
+    idle: float
+    headers: int
+    header_bytes: int
+
+    def packed(self) -> bytes:
+        """Return the row without its rank as bytes, to be sent to other ranks."""
+        _, *values = vars(self).values()  # in the order above
+        return _PACKED.pack(*values)
+
+    @classmethod
+    def of(cls, rank: int, data: bytes) -> RankReport:
+        """Return the row of ``rank`` from the bytes that :meth:`packed` made."""
+        return cls(rank, *_PACKED.unpack(data))
 
 
 @dataclass(frozen=True)
@@ -43,26 +81,6 @@ class JoinReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data that ``json`` can write."""
         return asdict(self)
-
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draw when each rank was active, how long it waited, and how long its steps took.
-
-        Args:
-            path: The file to which the picture is written, too, in the format of its suffix. It is written completely
-                or not at all.
-
-        Returns:
-            A ``matplotlib.figure.Figure`` with three axes. No window is opened, and pyplot's figures are not touched.
-
-        Raises:
-            ImportError: If matplotlib is not installed.
-        """
-        from join.report.plot import draw, save
-
-        figure = draw(self.ranks)
-        if path is not None:
-            save(figure, Path(path))
-        return figure
 
     def __str__(self) -> str:
         head = ("rank", "steps", "shadowed", "joined at", "idle", "headers", "bytes")

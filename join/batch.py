@@ -11,25 +11,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from fractions import Fraction
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 
 from join.collectives._torch_private import pytree
 from join.errors import described
-
-Exact: TypeAlias = int | Fraction | float
-"""A number whose sums are not rounded; a float is infinite or NaN."""
-
-
-def exact(number: float) -> Exact:
-    """Return ``number`` in a form whose sums do not depend on their order. Infinities and NaN stay floats."""
-    if number.is_integer():
-        return int(number)
-    return Fraction(number) if math.isfinite(number) else number
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,7 +51,7 @@ class Step:
     contributors: int = 0
     first_with_data: int = 0
     weight: float = 1.0
-    of_all: Exact = 0
+    of_all: float = 0
     total: float = 1.0
     window: int = 0
     ends_window: bool = True

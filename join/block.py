@@ -4,13 +4,15 @@ A block first compares the lists of the ranks, so that no message can be mistake
 ranks. :func:`claim` and :func:`release` record which objects are in a block. These are the collectives of all ranks, in
 their order::
 
-    enter    first block of a group: one all-reduce that compares the lists of all ranks (``join.agreement``);
-                setup of the line that carries headers (shared memory: an object broadcast and an all-reduce)
-             later blocks: the comparison is a sum on the line of headers, awaited before the first header
+    enter    first block of a group: setup of the line that carries messages (shared memory: an object broadcast and an
+                all-reduce)
+             a message (``join.protocol.messages``) that compares lists, arguments and values of all ranks; in later
+                blocks of a group it is read before the first header
              joinables attach (DDP runs a pending bucket rebuild here)
-    exit     drain: headers and shadowed bursts until no rank is active
-             an all-gather on the line of headers: which ranks were last, digests of the values that should be equal
-                (``join.agreement``) and of the steps that each rank made, and the report
+    exit     in the body of a loop of a block around this one: meet
+             drain: headers and shadowed bursts until no rank is active
+             a row of each rank: whether it was last, digests of the values that should be equal (``join.agreement``)
+                and of the steps that each rank made, and the report
              meanwhile, if nothing was shadowed: a broadcast of the tensors that each rank has for itself
                 (``OwnTensors``)
              uneven ranks, including ranks that made different steps: one copy of all state from a last joiner
@@ -22,9 +24,9 @@ their order::
 The exit is the same on active and on joined ranks. A joined rank has no other rank to wait for by then.
 
 *Entering does not wait.* A block with the same arguments as an earlier block on the group (``Kept.agreed``)
-sends its digest and continues. It waits for the digests of the other ranks when it sends its first header. No burst
-begins before that, so ranks that list different objects have sent nothing that could be mistaken. A block with new
-arguments, and a block inside another one, waits at once.
+sends its message and continues. It waits for the other ranks' when it sends its first header. No burst begins before
+that, so ranks that list different objects have sent nothing that could be mistaken. A block with new arguments, and a
+block inside another one, waits at once.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from join.agreement import Values, check_same, digest, digest_of, raise_difference, start_check, values_of
+from join.agreement import Values, digest, digest_of, raise_difference, values_of
 from join.collectives import Collective, TorchCollective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
@@ -195,8 +197,7 @@ class OpenBlock:
             ValueError: If a joinable refuses the list.
         """
         channels[id(self._collective)] = self.channel
-        self.channel.open(self._scope)
-        self._compare_with_others(entered_with)
+        self._meet_others(entered_with)
         members = self._scope.members
         claim(join, [member.joinable for member in members], enable=True, throw=self._scope.throw)
         try:
@@ -210,25 +211,25 @@ class OpenBlock:
         self._started = time.monotonic()
         self._is_entered = True
 
-    def _compare_with_others(self, entered_with: Sequence[str]) -> None:
+    def _meet_others(self, entered_with: Sequence[str]) -> None:
+        """End what a block around this one has begun, and compare with other ranks what this one enters with."""
         collective, channel, agreed = self._collective, self.channel, self._collective.kept.agreed
         self._digest = digest("\n".join(entered_with))
-        is_first, wait = not agreed, channel.guard.wait
-        listed = [member.joinable for member in channel.roster.listed] if collective.world_size > 1 else []
         try:
-            if is_first and collective.world_size > 1:
-                channel.guard.peers.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
-            values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self._scope.members]
             with profiled("enter"):
-                if is_first:
-                    check_same(collective, "Join", [*entered_with, f"joinables {VERSION}"], wait, values=values)
-                channel.agree()
-                if not is_first:
-                    check = start_check(collective, channel.headers.line, "Join", entered_with, values, wait)
-                    if self._digest in agreed and len(channel.roster.scopes) == 1:
-                        channel.headers.before_next = check
-                    else:
-                        check()
+                channel.begin_to_open()
+                if not agreed and collective.world_size > 1:
+                    channel.guard.peers.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
+                scopes = (*channel.roster.scopes, self._scope) if collective.world_size > 1 else ()
+                listed = [member.joinable for scope in scopes for member in scope.members]
+                values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self._scope.members]
+                message = channel.messages.start("entered Join", [*entered_with, f"joinables {VERSION}"], values)
+                channel.open(self._scope)
+                if self._digest in agreed and len(channel.roster.scopes) == 1:
+                    channel.headers.before_next = message
+                else:
+                    channel.messages.check(message)
+                channel.messages.resize(header=channel.roster.code.bits)  # not before, for ranks outside the block
                 agreed.setdefault(self._digest, ())
         except RuntimeError as error:
             if not isinstance(error, JoinError) and (cause := channel.guard.explain(error)) is not None:
@@ -320,7 +321,7 @@ class OpenBlock:
         if not outcome.shadowed:
             values, own_steps = values_of(joinables), [joinable.own_steps for joinable in joinables]
             end = end._replace(total_steps=sum(own_steps), own_steps=digest(repr(own_steps)), values=digest_of(values))
-        work = headers.line.gather(_END.pack(*end) + row.packed())
+        work = self.channel.messages.line.gather(_END.pack(*end) + row.packed())
         own: OwnTensors | None = None
         if not outcome.shadowed:
             tensors = [tensor for joinable in joinables for tensor in joinable.own_tensors()]
@@ -381,7 +382,7 @@ class OpenBlock:
             last = ends[rank].own_steps == ends[headers.leader].own_steps
             return Outcome(even=False, last=last, shadowed=True)
         elif len({end.values for end in ends}) > 1:
-            raise_difference(self._collective, values)
+            raise_difference(self._collective.all_gather_object(values, plain=True))
         return outcome
 
     def _copy_all(self, source: int) -> None:

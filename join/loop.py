@@ -18,14 +18,16 @@ These are the collectives of a loop::
     rank with data                                   rank without data
     --------------                                   -----------------
     begin     header of the channel                  the same
-              all-reduce: do all ranks pass the      the same
-              same arguments?
-    step 1    window="all": read all batches,        all-reduce
-              all-reduce (max) of their number
+              message: do all ranks pass the same    the same
+              arguments, and know their length?
+              if so: rows, the lengths               the same
+    step 1    window="all": read all batches,        message, rows
+              message, rows with their number
               read a round; roll call 0              roll call 0
               a rank has no batch: template          template
               (broadcast)
     round r   wait for roll call r                   the same
+              if its sum does not say all: rows      the same
               a rank has started other operations:   the same
               meet
               read the next; roll call r+1 starts    roll call r+1 starts
@@ -34,8 +36,7 @@ These are the collectives of a loop::
               with data (then all wait first):
               hand_over of each burst
     end       last roll call: all reached the end    the same
-              all-reduce (min): digests of values    the same
-              that should be equal
+              message: values that should be equal   the same
               broadcasts of tensors that each rank   the same
               has for itself
               synchronise_own of each joinable       the same
@@ -54,7 +55,7 @@ A rank that leaves the loop by ``break`` waits until all other ranks have left i
     last step of a round: wait for the roll call;    the same
     if it announces no step, the loop ends as above
     wait until all have left (board, no collective)  sees others in later steps
-    the loop ends, as above from the digests on      raises ProtocolError, and fails as any rank does (``join.failure``)
+    the loop ends, as above from the message on      raises ProtocolError, and fails as any rank does (``join.failure``)
 
 :meth:`Loop.leave` does this at the next of these: an announcement, the notification of a follower, a forward with grad
 or a backward of a listed module, another loop, or the end of the block. The ``break`` itself is too early, because a
@@ -69,7 +70,6 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any, TypeVar
 
-import torch
 from typing_extensions import override
 
 from join.batch import PLAIN, copied, map_tensors, without_rows
@@ -79,7 +79,7 @@ from join.errors import JoinError, add_note, described
 from join.options import Options
 from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep, Phase
 from join.read_ahead import ReadAhead, length_of
-from join.rounds import Rounds
+from join.rounds import Rounds, bits_of
 from join.transfer import broadcast_tree
 
 T = TypeVar("T")
@@ -187,6 +187,8 @@ class Loop(Lockstep, Iterable[T]):
         if not rounds.begun:
             self._call_next_round(len(self.ahead.held))
         if self._options.throw and rounds.begun >= rounds.fewest:
+            self.progress.steps += 1  # as a rank that has left the loop alone must see
+            self.wait_for_all(f"reached step {self.progress.steps} of join.iterate")
             self._guard.raise_early_termination(exhausted=rounds.own_batches <= rounds.begun)
         self._enter_step()
         return True
@@ -256,11 +258,14 @@ class Loop(Lockstep, Iterable[T]):
         del self.on_begin  # which refers to the Join, which refers to this loop
         channel, options = self.channel, self._options
         self.begin()
-        lengths = channel.check_same("join.iterate", options.to_compare(), length_of(self.ahead.loader))
-        if lengths is not None:
-            self._length = lengths[0] if options.until == "first" or options.throw else lengths[1]
+        length = length_of(self.ahead.loader)
+        have_lengths = channel.check_same("entered join.iterate", options.to_compare(), vote=length is not None)
+        channel.messages.resize(loop=bits_of(options, channel.collective.world_size))
+        if have_lengths and length is not None:
+            lengths = channel.messages.gather_numbers(length)
+            self._length = min(lengths) if options.until == "first" or options.throw else max(lengths)
             if options.fill_window:
-                window = max(lengths[1], 1) if options.window == "all" else options.window
+                window = max(*lengths, 1) if options.window == "all" else options.window
                 self._length = -(-self._length // window) * window
         channel.scaling.begin_loop(self._reason_to_scale())
 
@@ -276,9 +281,8 @@ class Loop(Lockstep, Iterable[T]):
     def _read_all(self) -> int:
         """Read all batches; return the size of the single window: the largest number of batches on a rank."""
         self.ahead.read(sys.maxsize)
-        count = torch.tensor([len(self.ahead.held)], device="cpu")
-        self._guard.wait(self.channel.collective.all_reduce(count, "max"), "has read all its batches")
-        return max(int(count), 1)
+        self.channel.check_same("has read all its batches")
+        return max(*self.channel.messages.gather_numbers(len(self.ahead.held), "has read all its batches"), 1)
 
     def _reason_to_scale(self) -> str:
         """Return the reason for which the loop must scale its losses, as a clause; ``""`` if it need not."""

@@ -1,87 +1,47 @@
-"""Rounds of a loop over ``Join.iterate``: :class:`Rounds`, and the answers to its roll calls.
+"""Rounds of a loop over ``Join.iterate``: :class:`Rounds`, and its roll calls.
 
 A round is ``lookahead`` steps, rounded up to a multiple of the accumulation window. In one roll call for each round,
 every rank announces how many batches it has and their weights, and how many operations it has started on the group,
-which should be equal (``join.protocol.progress``). :class:`Share` is one step of the answers of all ranks, which
-:class:`Shares` adds up.
+which should be equal (``join.protocol.progress``). :class:`Share` is one step of the answers of all ranks.
+
+A roll call is a message (``join.protocol.messages``), which is read a round later. For each step it sums the ranks that
+have a batch, whether the lowest rank with data of the last step still has one, and the weights that are whole numbers.
+Rows with the batches and weights of each rank follow only if that does not say everything, on all ranks alike: the
+lowest rank with data changes, a weight is a fraction, or the round is too long for a sum.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
-from join.batch import Exact, Step, exact
+from join.batch import Step
 from join.collectives._torch_private import profiled
 from join.options import Options
 from join.protocol.channel import Lockstep
+from join.protocol.messages import WORD, Answer, Message
 
-_WEIGHT_BITS, _ISSUED_BITS = 64, 16
+_WEIGHT_BITS, _MOST_BITS = 40, 1024  # of a weight in a sum, and of the sum of a roll call
 _WINDOW_NUMBERS = itertools.count(1)  # modules remember the number of a window from one block to the next
 
 
 class Share(NamedTuple):
-    """Batches of one step on all ranks, or on some ranks.
+    """Batches of one step on all ranks.
 
     Attributes:
         ranks: The number of ranks that have a batch.
         first: The lowest of these ranks.
-        weight: The sum of the weights of their batches.
+        weight: The sum of the weights of their batches, exact before rounding.
     """
 
     ranks: int
     first: int
-    weight: Exact
-
-
-class Answers(NamedTuple):
-    """Answers of all ranks, or of some ranks, to a roll call.
-
-    Attributes:
-        issued: The number of operations that each rank started on the group since the last call, modulo 65,536;
-            ``None`` if these numbers differ.
-        shares: The steps for which any rank has a batch.
-    """
-
-    issued: int | None = None
-    shares: Sequence[Share] = ()
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Decoder of the answers to a roll call, which combines the answers of all ranks.
-
-    Attributes:
-        count_bits: The number of bits of an answer that hold the number of batches. Below them is the number of
-            operations that were started on the group, and above them are the weights.
-        weighs: Whether an answer has weights.
-    """
-
-    count_bits: int
-    weighs: bool
-
-    def of(self, answer: int, rank: int, /) -> Answers:
-        """Return one rank's answer."""
-        issued, answer = answer & (1 << _ISSUED_BITS) - 1, answer >> _ISSUED_BITS
-        batches = answer & (1 << self.count_bits) - 1
-        if not self.weighs:
-            return Answers(issued, [Share(1, rank, 1)] * batches)
-        weights = (answer >> self.count_bits).to_bytes(8 * batches, "little")
-        return Answers(issued, [Share(1, rank, exact(weight)) for weight in struct.unpack(f"<{batches}d", weights)])
-
-    def combined(self, one: Answers, other: Answers, /) -> Answers:
-        """Return the answers of two sets of ranks together."""
-        longer, shorter = sorted((one.shares, other.shares), key=len, reverse=True)
-        both = [
-            Share(a.ranks + b.ranks, min(a.first, b.first), a.weight + b.weight)
-            for a, b in zip(longer, shorter, strict=False)
-        ]
-        issued = one.issued if one.issued == other.issued else None
-        return Answers(issued, [*both, *longer[len(shorter) :]])
+    weight: float
 
 
 class Rounds:
@@ -96,13 +56,17 @@ class Rounds:
     def __init__(self, lockstep: Lockstep, options: Options, window: int) -> None:
         self._lockstep, self._options, self._window = lockstep, options, window
         channel = lockstep.channel
-        self._guard, self._tally, self._world_size = channel.guard, channel.headers.tally, channel.collective.world_size
+        self._messages, self._tally, self._collective = channel.messages, channel.headers.tally, channel.collective
+        self._count = self._collective.world_size.bit_length()
         self.size = -(-options.lookahead // window) * window
         """Largest number of batches that a rank may have for a round, which are read ahead for it: whole windows."""
-        self._answers = Answers()  # of all ranks, for this round
+        self._fits = bits_of(options, self._collective.world_size) > 0
+        self._message: Message  # the last roll call
+        self._answer: Answer | None = None  # to the roll call for this round, if it said everything
+        self._first = 0  # the lowest rank with data, as all ranks know it
         self.shares: Sequence[Share] = ()
         """Shares of the steps of this round, without steps that only fill a window."""
-        self._called = 0  # the number of batches that this rank announced in the last roll call
+        self._called: Sequence[float] = ()  # the weights of the batches that this rank announced in the last roll call
         self.own_batches = 0
         """Number of steps of this round in which this rank has data."""
         self.steps = 0
@@ -111,9 +75,6 @@ class Rounds:
         """Number of steps of this round that were begun."""
         self._totals: list[float] = []  # for each window: the sum of the weights of its batches
         self._issued = lockstep.progress.issued()  # at the last call
-        fold = Shares(self.size.bit_length(), options.weigh is not None)
-        bits = _ISSUED_BITS + fold.count_bits + (_WEIGHT_BITS * self.size if fold.weighs else 0)
-        self._roll_call = lockstep.roll_calls.roll_call((1 << bits) - 1, fold)
 
     def begin_round(self, doing: str) -> None:
         """Wait for the current roll call, and begin the round that it announces.
@@ -126,39 +87,49 @@ class Rounds:
             ProtocolError: If this rank skipped a collective.
         """
         started = time.monotonic()
-        answers: Answers = self._guard.wait(self._roll_call, doing, self._roll_call.result)
+        answer = self._messages.read(self._message, doing)
+        if not answer.is_same:  # a rank may have skipped a collective, for which the others wait at last
+            self._lockstep.meet()
+        if answer != self._answer:
+            shares = self._summed(answer)
+            self._answer = None if shares is None else answer
+            if shares is None:
+                shares = self._gathered(doing)
+            self._plan_round(shares)
         if self._lockstep.step.is_dummy:
             self._tally.idle += time.monotonic() - started
-        if answers.issued is None:  # a rank may have skipped a collective, for which the others wait at last
-            self._lockstep.meet()
         self.begun = 0
-        if answers is not self._answers:  # a roll call returns the same object while its answers stay the same
-            self._answers = answers
-            self._plan_round()
-        self.own_batches = min(self._called, len(self.shares))
+        self.own_batches = min(len(self._called), len(self.shares))
 
     @property
     def fewest(self) -> int:
         """Smallest number of batches that any rank has in this round."""
-        return sum(share.ranks == self._world_size for share in self.shares)
+        return sum(share.ranks == self._collective.world_size for share in self.shares)
 
-    def _steps_to_make(self, answers: Answers) -> Sequence[Share]:
-        """Return the shares of the steps to make: under ``until="first"``, only steps where all ranks have a batch."""
-        if self._options.until == "all" or self._options.throw:  # which ends the loop earlier, with an error
-            return answers.shares
-        return [share for share in answers.shares if share.ranks == self._world_size]
+    def _plan_round(self, shares: Sequence[tuple[Share, Sequence[float]]]) -> None:
+        """Compute the number of steps of the round, and the total weight of each of its windows.
 
-    def _plan_round(self) -> None:
-        """Compute the number of steps of the round, and the total weight of each of its windows."""
-        window, shares = self._window, self._steps_to_make(self._answers)
-        self.shares, self.steps = shares, len(shares)
-        if self._options.fill_window:
+        Args:
+            shares: The steps, and the weights that add up to the weight of each.
+        """
+        window, world_size, options = self._window, self._collective.world_size, self._options
+        if shares:
+            self._first = shares[-1][0].first
+        if self._ends_at_first:
+            shares = [each for each in shares if each[0].ranks == world_size]
+        self.shares, self.steps = [share for share, _ in shares], len(shares)
+        if options.fill_window:
             self.steps = -(-self.steps // window) * window
-        weights = [share.weight for share in shares]
-        if self._options.over_all_ranks and self._options.weigh is None:
-            weights = [self._world_size] * self.steps
-        starts, copies = range(0, self.steps, window), self._options.copies
-        self._totals = [float(sum(weights[start : start + window]) * copies) for start in starts]
+        weights = [weights for _, weights in shares]
+        if options.over_all_ranks and options.weigh is None:
+            weights = [[world_size]] * self.steps
+        starts = range(0, self.steps, window)
+        self._totals = [math.fsum(chain(*weights[start : start + window])) * options.copies for start in starts]
+
+    @property
+    def _ends_at_first(self) -> bool:
+        """Whether the loop makes only steps for which all ranks have a batch."""
+        return self._options.until == "first" and not self._options.throw  # which ends the loop earlier, with an error
 
     def next_step(self, before: Step, weight: float) -> Step:
         """Begin the next step of this round.
@@ -183,16 +154,81 @@ class Rounds:
 
     def call(self, weights: Sequence[float]) -> None:
         """Start a roll call, in which this rank announces batches with these ``weights``."""
-        number, before, self._issued = len(weights), self._issued, self._lockstep.progress.issued()
-        if self._options.weigh is not None:
-            number |= int.from_bytes(struct.pack(f"<{len(weights)}d", *weights), "little") << self.size.bit_length()
-        number = number << _ISSUED_BITS | self._issued - before & (1 << _ISSUED_BITS) - 1
+        before, self._issued, self._called = self._issued, self._lockstep.progress.issued(), weights
+        is_first, more = self._collective.rank == self._first, 0
+        if self._fits and (self.size > 1 or self._options.weigh is not None):
+            more = self._packed(weights, is_first)
+        has_data = bool(weights)
         with profiled("roll call"):
-            self._roll_call.call(number)
-        self._called = len(weights)
+            self._message = self._messages.start(
+                f"called the roll, {self._issued - before} operations",
+                vote=has_data,
+                first=has_data and is_first,
+                more=more,
+            )
         self._tally.headers += 1
-        self._tally.nbytes += self._roll_call.nbytes
+        self._tally.nbytes += self._message.work.nbytes
+
+    def _packed(self, weights: Sequence[float], is_first: bool) -> int:
+        """Return the numbers of a roll call that its votes do not hold; :meth:`_summed` reads their sum."""
+        number, place, step = 0, self._count, 1 | is_first << self._count
+        for index in range(1, self.size):
+            number |= (step if index < len(weights) else 0) << place
+            place += self._count + 1
+        if self._options.weigh is not None:
+            if not all(weight.is_integer() and weight < 1 << _WEIGHT_BITS for weight in weights):
+                return number | 1
+            for weight in weights:
+                number |= int(weight) << place
+                place += _WEIGHT_BITS + self._count
+        return number
+
+    def _summed(self, answer: Answer) -> list[tuple[Share, Sequence[float]]] | None:
+        """Return the steps of a round from the answer to its roll call; ``None`` if it does not say everything."""
+        count, more = self._count, answer.more
+        largest = (1 << count) - 1
+        if not answer.votes:
+            return []
+        if not self._fits or more & largest:
+            return None
+        ranks, has_first, more = [answer.votes], answer.first, more >> count
+        for _ in range(1, self.size):
+            ranks.append(more & largest)
+            has_first &= bool(more >> count & 1) or not ranks[-1]
+            more >>= count + 1
+        if not has_first:
+            return None
+        sums = ranks
+        if self._options.weigh is not None:
+            bits = _WEIGHT_BITS + count
+            sums = [more >> bits * index & (1 << bits) - 1 for index in range(self.size)]
+        return [(Share(n, self._first, float(sum_)), (sum_,)) for n, sum_ in zip(ranks, sums, strict=True) if n]
+
+    def _gathered(self, doing: str) -> list[tuple[Share, Sequence[float]]]:
+        """Return the steps of a round from rows of all ranks: the number of batches, and their weights."""
+        own = self._called
+        row = struct.pack(f"<q{self.size}d", len(own), *own, *[0.0] * (self.size - len(own)))
+        rows = [struct.unpack(f"<q{self.size}d", each) for each in self._messages.gather(row, doing)]
+        shares: list[tuple[Share, Sequence[float]]] = []
+        for step in range(max(int(batches) for batches, *_ in rows)):
+            held = {rank: weights[step] for rank, (batches, *weights) in enumerate(rows) if step < batches}
+            weights = list(held.values())
+            shares.append((Share(len(held), min(held), math.fsum(weights)), weights))
+        return shares
 
     def is_last(self, doing: str) -> bool:
         """Return whether this round is the last one, after waiting for the roll call, which remains to be read."""
-        return not self._steps_to_make(self._guard.wait(self._roll_call, doing, self._roll_call.result))
+        answer = self._messages.read(self._message, doing)
+        return answer.votes < (self._collective.world_size if self._ends_at_first else 1)
+
+
+def bits_of(options: Options, world_size: int) -> int:
+    """Return the bits of a roll call; 0 if it is so long that rows follow each sum, of which none is sent then."""
+    if options.window == "all":
+        return 0
+    count, size = world_size.bit_length(), -(-options.lookahead // options.window) * options.window
+    weights = size * (_WEIGHT_BITS + count) if options.weigh is not None else 0
+    bits = WORD + count + (size - 1) * (count + 1) + weights
+    if bits == WORD + count:  # votes say everything
+        return WORD
+    return bits if bits <= _MOST_BITS else 0

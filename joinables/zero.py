@@ -8,7 +8,7 @@ shard on the true gradients; otherwise the parameters in it would stay unchanged
     header   (before the local step)         header
     local step on the own shard              .
     header is read                           .
-    election of a leader, if the old one     the same
+    rows that name a leader, if the old one  the same
     left (*)
     all-reduce of the hyperparameters (*)    the same:
         and of a sample of gradients and         zeros; loads the hyperparameters, and compares the

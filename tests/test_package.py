@@ -82,7 +82,6 @@ def test_public_names() -> None:
         "Collective",
         "Line",
         "ReduceOp",
-        "RollCall",
         "SingleCollective",
         "Sum",
         "ThreadCollective",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from join.collectives.base import Collective, Line, ReduceOp, RollCall, Sum, Work
+from join.collectives.base import Collective, Line, ReduceOp, Sum, Work
 from join.collectives.single import SingleCollective
 from join.collectives.threads import ThreadCollective, run_threads
 from join.collectives.torch import TorchCollective
@@ -16,7 +16,6 @@ __all__ = [
     "Collective",
     "Line",
     "ReduceOp",
-    "RollCall",
     "SingleCollective",
     "Sum",
     "ThreadCollective",

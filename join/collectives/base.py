@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import reduce
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
 import torch
@@ -29,8 +28,8 @@ ReduceOp: TypeAlias = Literal["sum", "min", "max"]
 V = TypeVar("V")
 V_co = TypeVar("V_co", covariant=True)
 
-HEADERS, ROLL_CALLS, BARRIERS, SUMS = range(4)
-"""Numbers of the lines of a group: for headers, for roll calls and for barriers of loops in lockstep, and for sums."""
+MESSAGES, SUMS = range(2)
+"""Numbers of the lines of a group: for the messages of the protocol, and for sums between the collectives of bursts."""
 _WORD_BITS = 63  # of an int64 without its sign
 
 
@@ -76,33 +75,6 @@ class Sum(Work, Protocol[V_co]):
         ...
 
 
-class Fold(Protocol[V]):
-    """Function that combines the answers of all ranks. Its result does not depend on the order of the ranks."""
-
-    def of(self, answer: int, rank: int, /) -> V:
-        """Return the result for one rank's answer."""
-        ...
-
-    def combined(self, one: V, other: V, /) -> V:
-        """Return the result for two sets of ranks from the results for each set."""
-        ...
-
-
-class RollCall(Work, Protocol[V_co]):
-    """Repeated request for a small number from each rank. ``wait`` and ``is_completed`` concern the last call."""
-
-    nbytes: int
-    """Number of bytes that each rank sends in a call."""
-
-    def call(self, number: int, /) -> None:
-        """Start a call in which this rank answers ``number``. The previous call must be done."""
-        ...
-
-    def result(self) -> V_co:
-        """Return the folded answers of all ranks after the call is done; the same object as before if it is equal."""
-        ...
-
-
 class Gather(Work, Protocol):
     """A few bytes from each rank, whose gathering has been started."""
 
@@ -112,10 +84,13 @@ class Gather(Work, Protocol):
 
 
 class Line(ABC):
-    """Sequence of sums over the ranks of a group. Each sum is done before ``depth`` others are started."""
+    """Sequence of operations over the ranks of a group, in one order on all of them.
+
+    Each operation is done before ``depth`` others are started, apart from one that is read late.
+    """
 
     depth: ClassVar[int] = 1
-    """The largest number of sums that may run at a time."""
+    """The largest number of operations that may run at a time."""
 
     @abstractmethod
     def sum(self, number: int, bits: int) -> Sum[int]:
@@ -131,18 +106,8 @@ class Line(ABC):
         """Start summing a floating-point number of 64 bits over all ranks."""
 
     @abstractmethod
-    def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
-        """Return a roll call whose answers are at most ``largest``. Each call of it counts as one sum of this line."""
-
-    @abstractmethod
     def gather(self, data: bytes) -> Gather:
-        """Start gathering a few bytes from each rank, equally many from each. This counts as one sum of this line."""
-
-    def restart(self) -> None:
-        """Withdraw this rank's numbers in sums that other ranks may not have reached.
-
-        All ranks call this while no operation is running. They synchronise afterwards, before they use the line.
-        """
+        """Start gathering a few bytes from each rank, equally many from each."""
 
 
 @dataclass
@@ -215,17 +180,16 @@ class Collective(ABC):
         """
         return self
 
-    def line(self, number: int = HEADERS) -> Line:
-        """Return the line of this number. Objects of several calls continue one sequence of sums.
+    def line(self, number: int = MESSAGES) -> Line:
+        """Return the line of this number. Objects of several calls continue one sequence of operations.
 
         By default, each sum is an all-reduce of the companion. A backend may have a faster way. The first call happens
         on all ranks, in the same order among their operations.
 
         Args:
-            number: ``HEADERS``, ``ROLL_CALLS`` or ``BARRIERS``. Several lines may be used at the same time: all ranks
-                start the operations of all lines in one order. If a backend has a companion, these lines do not mix
-                with the operations of this collective. ``SUMS`` is for sums between these operations, in one order with
-                them on all ranks, after all ranks have asked for another line.
+            number: ``MESSAGES`` for a line whose operations do not mix with the operations of this collective, if the
+                backend has a companion. ``SUMS`` for sums between these operations, in one order with them on all
+                ranks, after all ranks have asked for the other line.
         """
         return GroupLine(self if number == SUMS else self.companion())
 
@@ -425,10 +389,6 @@ class GroupLine(Line):
         return _GroupSum(self._collective.all_reduce(total), total, torch.Tensor.item)
 
     @override
-    def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
-        return _GroupRollCall(self, largest, fold)
-
-    @override
     def gather(self, data: bytes) -> Gather:
         return _GroupGather(self._collective, data)
 
@@ -457,30 +417,6 @@ class _GroupSum(Generic[V]):
     def total(self) -> V:
         self.wait()
         return self._read(self._tensor)
-
-
-class _GroupRollCall(Generic[V]):
-    """Roll call in which each call gathers the bytes of the answers."""
-
-    def __init__(self, line: Line, largest: int, fold: Fold[V]) -> None:
-        self._line, self._fold, self._rows = line, fold, list[bytes]()
-        self._result: V
-        self.nbytes = -(-largest.bit_length() // 8)
-
-    def call(self, number: int, /) -> None:
-        self._gather = self._line.gather(number.to_bytes(self.nbytes, "little"))
-        self.wait, self.is_completed = self._gather.wait, self._gather.is_completed
-
-    def result(self) -> V:
-        rows = self._gather.rows()
-        if rows != self._rows:
-            self._rows, self._result = rows, folded(self._fold, [int.from_bytes(row, "little") for row in rows])
-        return self._result
-
-
-def folded(fold: Fold[V], answers: Sequence[int]) -> V:
-    """Return the folded result of answers in rank order."""
-    return reduce(fold.combined, (fold.of(answer, rank) for rank, answer in enumerate(answers)))
 
 
 def check_op(op: str) -> None:

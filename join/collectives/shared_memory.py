@@ -1,8 +1,8 @@
 """Lines and a board for ranks on one machine, through memory that they share: :func:`opened`.
 
 For a small all-reduce over sockets, each rank pays for system calls and thread switches at every step. Here, a sum
-takes a few stores to memory, and a few loads when it is read. A roll call needs no sum: each rank reads the answers of
-the others. No rank is woken up. A rank that has to wait polls, at intervals that grow with the time it has waited.
+takes a few stores to memory, and a few loads when it is read. No rank is woken up. A rank that has to wait polls, at
+intervals that grow with the time it has waited.
 
 Cells have 64 bits and are written atomically, so a reader never sees half a number. On x86, a reader that sees a cell
 also sees everything that the rank wrote before it, such as a note on the board. Other processors do not ensure this
@@ -31,12 +31,12 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 from typing_extensions import final, override
 
 from join.collectives._torch_private import profiled
-from join.collectives.base import SUMS, Collective, Fold, Gather, Line, RollCall, Sum, V, folded
+from join.collectives.base import SUMS, Collective, Gather, Line, Sum
 from join.collectives.board import Board, Kind
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
 from join.collectives.store import machine
@@ -196,6 +196,10 @@ class Lane:
         self.cells, self.others, self.has_ended = segment.cells, segment.others, segment.has_ended
         self.count = 0
         """Number of operations that this rank has started."""
+        self.last: _Numbers | None = None
+        """The last operation that this rank has started."""
+        self.late: _Numbers | None = None
+        """An earlier operation that this rank has not read."""
         begin = number * PLACES * CELLS
         firsts = range(begin, begin + self.world_size * _CELLS_OF_RANK, _CELLS_OF_RANK)
         self.places = [[first + place * CELLS for first in firsts] for place in range(PLACES)]
@@ -224,13 +228,6 @@ class SharedMemoryLine(Line):
         return work
 
     @override
-    def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
-        width = -(-largest.bit_length() // BITS)
-        if width > CELLS:
-            return self._fallback().roll_call(largest, fold)
-        return _RollCall(self._lane, width, fold)
-
-    @override
     def gather(self, data: bytes) -> Gather:
         width = -(-8 * len(data) // BITS)
         if width > CELLS:
@@ -238,13 +235,6 @@ class SharedMemoryLine(Line):
         work = _Gather(len(data))
         work.start(self._lane, width, int.from_bytes(data, "little"))
         return work
-
-    @override
-    def restart(self) -> None:
-        lane = self._lane
-        lane.count, first = 0, lane.places[0][lane.rank]
-        for cell in range(first, first + PLACES * CELLS):
-            lane.cells[cell] = 0
 
 
 class _Numbers:
@@ -256,6 +246,13 @@ class _Numbers:
     def start(self, lane: Lane, width: int, number: int, /) -> None:
         """Write this rank's number, and start to wait for the numbers of the others."""
         self._lane, self._width, self.nbytes = lane, width, 8 * width
+        # When this number is written, no rank needs the number in its place: whoever has started the operation before
+        # this one has read all that were complete by then.
+        last, lane.last = lane.last, self
+        if last is not None and last.missing is not None:
+            lane.late = last
+        if lane.late is not None and lane.late.is_completed():
+            lane.late = None
         count = self._count = lane.count = lane.count + 1
         self._numbers = [0] * lane.world_size
         self._numbers[lane.rank] = number
@@ -264,7 +261,7 @@ class _Numbers:
             lane.cells[cell] = (number & LOW) << BITS | count & LOW
             number >>= BITS
         self._others = iter(lane.others)
-        self._missing = next(self._others, None)  # the first rank whose number has not been read
+        self.missing = next(self._others, None)  # the first rank whose number has not been read
         self._failure: BrokenCollective | None = None
         self._waits_since: float | None = None
 
@@ -272,7 +269,7 @@ class _Numbers:
         """Return whether all ranks have written their numbers, or one of them cannot."""
         lane, count = self._lane, self._count
         cells, tag, firsts = lane.cells, count & LOW, lane.places[count % PLACES]
-        while (rank := self._missing) is not None and self._failure is None:
+        while (rank := self.missing) is not None and self._failure is None:
             number, first = 0, firsts[rank]
             for cell in range(first + self._width - 1, first - 1, -1):
                 value = cells[cell]
@@ -282,7 +279,7 @@ class _Numbers:
                     return self._failure is not None
                 number = number << BITS | value >> BITS
             self._numbers[rank] = number
-            self._missing = next(self._others, None)
+            self.missing = next(self._others, None)
         return True
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
@@ -294,8 +291,8 @@ class _Numbers:
         """
         started, limit = time.monotonic(), self._lane.timeout if timeout is None else timeout.total_seconds()
         self._waits_since = self._waits_since or started
-        while self._missing is not None and self._failure is None:
-            with profiled("wait for rank", self._missing):
+        while self.missing is not None and self._failure is None:
+            with profiled("wait for rank", self.missing):
                 self._wait_for_missing(started, limit)
         if self._failure is not None:
             raise self._failure
@@ -303,10 +300,10 @@ class _Numbers:
 
     def _wait_for_missing(self, started: float, limit: float) -> None:
         """Wait until the missing rank has written its number, or ``limit`` seconds after ``started`` have passed."""
-        lane, rank, look, last_look = self._lane, self._missing, TIMEOUTS.look, 0.0
+        lane, rank, look, last_look = self._lane, self.missing, TIMEOUTS.look, 0.0
         assert rank is not None and self._waits_since is not None
         last_cell, value = lane.places[self._count % PLACES][rank] + self._width - 1, -1
-        while self._missing == rank and self._failure is None:
+        while self.missing == rank and self._failure is None:
             if lane.cells[last_cell] != value:  # otherwise is_completed would find what it found before
                 value = lane.cells[last_cell]
                 if self.is_completed():
@@ -315,7 +312,7 @@ class _Numbers:
             waited = now - started
             if waited >= min(last_look + look, limit):
                 last_look, ended = waited, self._ended()
-                if self.is_completed() or self._missing != rank:
+                if self.is_completed() or self.missing != rank:
                     return
                 if ended:
                     self._failure = BrokenCollective(
@@ -334,28 +331,6 @@ class _Numbers:
         missing = [rank for rank in lane.others if lane.cells[last[rank]] & LOW != tag]
         ended = [rank for rank in missing if lane.has_ended(rank)]
         return [rank for rank in ended if lane.cells[last[rank]] & LOW != tag]  # it may have written it just before
-
-
-@final
-class _RollCall(_Numbers, Generic[V]):
-    """Roll call over a lane."""
-
-    def __init__(self, lane: Lane, width: int, fold: Fold[V]) -> None:
-        self._lane, self._width = lane, width
-        self._fold, self._folded = fold, list[int]()
-        self._result: V
-
-    def call(self, number: int, /) -> None:
-        """Write this rank's answer, and start to wait for the answers of the others."""
-        self.start(self._lane, self._width, number)
-
-    def result(self) -> V:
-        """Return the folded answers of all ranks."""
-        if self._failure is not None:
-            raise self._failure
-        if self._numbers != self._folded:
-            self._folded, self._result = self._numbers, folded(self._fold, self._numbers)
-        return self._result
 
 
 @final

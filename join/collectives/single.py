@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import DONE, HEADERS, Collective, Fold, GroupLine, Line, ReduceOp, RollCall, Work, check_op
+from join.collectives.base import DONE, MESSAGES, Collective, Gather, Line, ReduceOp, Sum, Work, check_op
 from join.collectives.board import Board, StoreBoard
 
 V = TypeVar("V")
@@ -45,34 +45,39 @@ class SingleCollective(Collective):
         return DONE
 
     @override
-    def line(self, number: int = HEADERS) -> Line:
-        return _OwnLine(self)
+    def line(self, number: int = MESSAGES) -> Line:
+        return _OwnLine()
 
     @override
     def board(self) -> Board:
         return StoreBoard(self.rank, self.world_size, self._store)
 
 
-class _OwnLine(GroupLine):
-    """Line of a single rank, whose roll calls make no tensors: there is one in each step of a loop."""
+class _OwnLine(Line):
+    """Line of a single rank, which makes no tensors: a loop sends a message in each of its steps."""
 
     @override
-    def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
-        return _OwnRollCall(fold)
+    def sum(self, number: int, bits: int) -> Sum[int]:
+        return _Own(number)
+
+    @override
+    def sum_float(self, number: float) -> Sum[float]:
+        return _Own(number)
+
+    @override
+    def gather(self, data: bytes) -> Gather:
+        return _Own([data])
 
 
-class _OwnRollCall(Generic[V]):
-    """Roll call of a single rank, which is done at once."""
+class _Own(Generic[V]):
+    """Result of a single rank, which is done at once."""
 
     nbytes, wait, is_completed = 0, DONE.wait, DONE.is_completed
-    _result: V
 
-    def __init__(self, fold: Fold[V]) -> None:
-        self._fold, self._number = fold, -1
+    def __init__(self, value: V) -> None:
+        self._value = value
 
-    def call(self, number: int, /) -> None:
-        if number != self._number:
-            self._number, self._result = number, self._fold.of(number, 0)
+    def total(self) -> V:
+        return self._value
 
-    def result(self) -> V:
-        return self._result
+    rows = total

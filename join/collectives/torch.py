@@ -33,10 +33,11 @@ from join.collectives._torch_private import (
     store_of,
     timeout_of,
 )
-from join.collectives.base import HEADERS, Collective, Kept, Line, ReduceOp, Work, as_bytes, check_op
+from join.collectives.base import MESSAGES, Collective, Kept, Line, ReduceOp, Work, as_bytes, check_op
 from join.collectives.board import Board, StoreBoard
 from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine
 from join.collectives.timeouts import TIMEOUTS
+from join.errors import JoinError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -96,13 +97,38 @@ class TorchCollective(Collective):
             self._shared.companion = TorchCollective(making.result)
         return self._shared.companion
 
+    def _make_companion(self) -> None:
+        """Make the companion on all ranks, or raise an error on all.
+
+        Raises:
+            JoinError: If another rank cannot make it.
+        """
+        failure: Exception | None = None
+        try:
+            self.companion()
+        except RuntimeError as error:  # there may be no free file for its connections
+            failure = error
+        # By the group itself, whose connections break if a rank ends. A group without a backend for the CPU cannot do it.
+        if self._cpu_group is not None:
+            made = self.all_gather(torch.tensor([failure is None], device="cpu"))
+        else:
+            made = []
+        if failure is not None:
+            raise failure
+        if lacking := ", ".join(f"rank {rank}" for rank, has_made in enumerate(made) if not has_made):
+            raise JoinError(
+                f"{lacking} cannot make the gloo group that carries the messages of Join. Read the exception there: it"
+                " may have no free file (ulimit -n). Restart all ranks when that is mended. [J811]"
+            )
+
     @override
-    def line(self, number: int = HEADERS) -> Line:
+    def line(self, number: int = MESSAGES) -> Line:
         shared, over_group = self._shared, partial(super().line, number)
         if not shared.has_tried:
             shared.segment = shared_memory.opened(self)  # before the vote, for a note of a rank that fails here
             if not self.reduce_boolean_decision(shared.segment is not None):
                 shared.segment = None
+                self._make_companion()
             shared.has_tried = True
         if shared.segment is None:
             return over_group()

@@ -61,7 +61,7 @@ class Guard:
         """Whether the ranks are connecting, so that a rank which does not answer is gone."""
         self.is_fork = False
         """Whether this process was forked from the rank, as its watch knows; an attribute, since each step reads it."""
-        self._collective, self._progress, self._look_for_skipped = collective, progress, look_for_skipped
+        self._collective, self.progress, self._look_for_skipped = collective, progress, look_for_skipped
         self._arrived_at, self._busy_for = time.monotonic(), 0.0
 
     def begin(self) -> None:
@@ -134,7 +134,8 @@ class Guard:
 
     def wait_patiently(self, work: Work) -> None:
         """Wait for an operation that may take longer than ``timeout``, such as a copy of all state."""
-        self.wait(work, self.doing or "takes part in a message to all ranks", patient=True)
+        doing = "entered Join" if self.is_connecting else "takes part in a message to all ranks"
+        self.wait(work, self.doing or doing, patient=True)
 
     def _wait_and_look(self, work: Work, patient: bool) -> None:
         """Wait until ``work`` is done or has failed."""
@@ -158,6 +159,24 @@ class Guard:
             elif self.is_connecting:
                 self.peers.look_for_silent(self.peers.ask())
 
+    def look_around(self, seconds: float) -> None:
+        """Look for a failure of another rank, and for a fault of this one, for some seconds.
+
+        Raises:
+            PeerError, JoinTimeoutError: If another rank has failed.
+            ProtocolError: If this rank has skipped a part of a loop.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self.peers.look_again()
+            except (PeerError, JoinTimeoutError) as error:
+                self.close_and_raise(error)
+            self._look_for_skipped()
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(TIMEOUTS.look)
+
     def timeout_error(self, silent: Sequence[int] = (), *, in_collective: bool = False) -> JoinTimeoutError:
         """Return the error of a rank that has waited longer than ``timeout``, after posting it to the other ranks.
 
@@ -165,7 +184,7 @@ class Guard:
             silent: The ranks that did not answer for so long.
             in_collective: Whether it waited in a collective of the process group.
         """
-        rank, own, others = self._collective.rank, self._progress(), self.peers.ask(limit=TIMEOUTS.note)
+        rank, own, others = self._collective.rank, self.progress(), self.peers.ask(limit=TIMEOUTS.note)
         if not in_collective:  # whose line this rank has left by an exception
             own = placed(own, threading.get_ident())
         if not (in_collective or self.doing):  # this rank may have sent another header since

@@ -14,10 +14,10 @@ one header (``join.protocol.headers``) announces every burst of collectives, and
     leave:    the burst that is still pending
               apply the headers that are due
 
-``join.protocol.headers`` says when a header is due. A rank that applies a header elects a new leader, by one more
-all-reduce, if the old leader has left and any burst needs a leader. Under ``throw_on_early_termination`` each header is
-awaited before its burst. Under ``timeout`` it is awaited too, except for the bursts of DDP and ZeRO, whose collectives
-fail by themselves. The header of a backward is awaited before the reducer waits for gradients.
+``join.protocol.headers`` says when a header is due. If the old leader has left and any burst needs a leader, rows of
+all ranks follow, which say who is the lowest. Under ``throw_on_early_termination`` each header is awaited before its
+burst. Under ``timeout`` it is awaited too, except for the bursts of DDP and ZeRO, whose collectives fail by themselves.
+The header of a backward is awaited before the reducer waits for gradients.
 
 In a loop over ``Join.iterate`` all ranks run the same body equally often, with or without data. Every rank issues its
 collectives itself, so no burst is announced and none is shadowed. The loop's own roll calls (``join.loop``) say how
@@ -52,17 +52,18 @@ from typing import NoReturn
 
 import torch
 
-from join.agreement import Values, check_same, values_of
+from join.agreement import Values, values_of
 from join.batch import PLAIN, Step
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
-from join.collectives.base import BARRIERS, DONE, ROLL_CALLS, SUMS
+from join.collectives.base import DONE, SUMS
 from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.guard import Guard
 from join.joinable import Joinable
 from join.protocol.headers import FRESH, STOPPING, Header, Headers, Member, Roster, Scope, SentHeader
+from join.protocol.messages import WORD, Messages
 from join.protocol.progress import LateUse, LoopProgress
 from join.scaling import Scaling
 from join.transfer import OwnTensors
@@ -101,7 +102,8 @@ class Channel:
         """The thread that has entered the first block."""
         self.roster = self._empty_roster = Roster((), collective.world_size)
         self.guard = Guard(collective, self.progress, self._look_for_skipped)
-        self.headers = Headers(collective, self.guard, self.roster)
+        self.messages = Messages(collective, self.guard)
+        self.headers = Headers(collective, self.messages, self.guard, self.roster)
         self.scaling = Scaling()
         self.loop: Lockstep | None = None
         """The loop over ``Join.iterate`` that has begun and not ended on all ranks, if any."""
@@ -128,27 +130,31 @@ class Channel:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def open(self, scope: Scope) -> None:
-        """Add the members of a block that is entered, after pending bursts have run and the last header is applied.
-
-        Args:
-            scope: The members and settings of the block.
+    def begin_to_open(self) -> None:
+        """Run pending bursts and set up the lines that carry messages, before a block is entered.
 
         Raises:
             JoinError: If the channel is closed, or followers of the last burst did not notify.
         """
-        roster = Roster((*self.roster.scopes, scope), self.collective.world_size)
         if not self.roster.scopes:
             self.guard.begin()
-        self.prepare()
+        self.prepare(event="another block was entered")
+        self.agree()
+
+    def open(self, scope: Scope) -> None:
+        """Add the members of a block that is entered; called once the message of entering has been sent.
+
+        Only then is the last header applied, as other ranks may do so after their next header.
+
+        Args:
+            scope: The members and settings of the block.
+        """
         if not self.headers.last.is_applied:
             self.headers.apply(self.headers.last)
-        if self._outstanding and (error := self._missing_follower_error("another block was entered")):
-            self.guard.post_and_raise(error)
-        self._set_roster(roster)
+        self._set_roster(Roster((*self.roster.scopes, scope), self.collective.world_size))
 
     def agree(self) -> None:
-        """Set up the lines that carry messages; called when all ranks have entered the group's first block."""
+        """Set up the lines that carry messages, if this was not done before."""
         self.guard.is_connecting = True
         self.headers.agree()
         self.sums = self.collective.line(SUMS)
@@ -163,6 +169,7 @@ class Channel:
             self.loop, self.step = None, PLAIN
         scopes = tuple(other for other in self.roster.scopes if other is not scope)
         self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
+        self.messages.resize(header=self.roster.code.bits)
         for member in scope.announcing:  # otherwise they and the last header refer to each other
             member.announced_in = SentHeader()
         if not scopes:
@@ -223,10 +230,10 @@ class Channel:
             self._refuse_in_graph(joinable)
         index = self.roster.index[id(joinable)]
         member = self.roster.announcing[index]
-        self.prepare(joinable)
-        if not member.burst.interjects:
-            if self._outstanding and (error := self._missing_follower_error(f"{joinable.join_name} announced a burst")):
-                self.guard.post_and_raise(error)
+        if member.burst.interjects:
+            self.prepare(joinable)
+        else:
+            self.prepare(joinable, "the next burst was announced")
             self._outstanding = list(member.followers)
         member.steps += 1
         headers, loop, step = self.headers, self.loop, self.step
@@ -288,25 +295,25 @@ class Channel:
         )
         self.guard.post_and_raise(error)
 
-    def _missing_follower_error(self, event: str) -> JoinError | None:
-        """Return the error for followers that had not notified before an event; ``None`` in a loop, which allows it."""
-        if self.loop is not None:
-            return None
+    def _refuse_missing(self, event: str) -> NoReturn:
         missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
-        return JoinError(
+        error = JoinError(
             f"{missing} did not notify before {event}. Call notify_join_context in it once after each burst of the"
             " joinable that it follows in the list. If it communicates at other times, put it first in the list, or"
             " derive its class from join.Burst. If it has no collectives in the loop, set communicates = False. [J081]"
         )
+        self.guard.post_and_raise(error)
 
-    def prepare(self, but: Joinable | None = None) -> None:
+    def prepare(self, but: Joinable | None = None, event: str = "") -> None:
         """Leave a loop that a ``break`` ended, flush pending bursts and apply due headers, before an announcement.
 
         Args:
             but: The joinable that is about to announce; its own burst is not flushed.
+            event: What is about to happen, if all followers must have notified before it.
 
         Raises:
-            JoinError: If the channel is closed, or a loop was left inside an accumulation window.
+            JoinError: If the channel is closed, a loop was left inside an accumulation window, or a follower has not
+                notified.
             ProtocolError: If active ranks announced different bursts in the last header, or left a loop differently.
             PeerError, JoinTimeoutError: If another rank does not leave the loop.
         """
@@ -318,6 +325,8 @@ class Channel:
             if burst.is_pending and burst is not but:
                 self.flush(but)  # runs all pending bursts; the loop is here, too, to save this call in most steps
                 break
+        if event and self._outstanding and self.loop is None:  # the body of a loop may skip followers
+            self._refuse_missing(event)
         headers = self.headers
         if headers.depth > 1:
             headers.apply_due()
@@ -359,10 +368,10 @@ class Channel:
             ProtocolError: If active ranks announced different bursts.
             JoinTimeoutError: If a rank does not arrive within ``timeout``.
         """
+        if self.loop is not None and self.step.in_loop:  # of a block around this one: no burst is shadowed in its body
+            self.loop.meet()
         self.has_run_out = True
-        self.prepare()
-        if self._outstanding and (error := self._missing_follower_error("the block ended")):
-            raise error  # not by ``post_and_raise``, since the exception leaves the block here, which posts it
+        self.prepare(event="the block ended")
         step, headers = self._last_step, self.headers.tally.headers
         outcome, is_uneven = self._shadow_all(), 0 < step.contributors < self.collective.world_size
         if not (is_uneven and outcome.even) or headers > self._last_place.headers:
@@ -426,23 +435,32 @@ class Channel:
         loop.progress.last_member = None  # it refers to a module, and the loop may outlive the block
         self._last_step = loop.last_with_data
         self.headers.leader = 0  # in the rest of the block, which all ranks reach
+        self.messages.resize(loop=WORD)
         if self.late_use is not None:
             self.late_use.end_loop(loop.step)
         self._outstanding = []  # in a loop, the body may skip followers
         self.loop, self.step = None, PLAIN
 
-    def check_same(
-        self, doing: str, parts: Sequence[str] = (), length: int | None = None, values: Values = ()
-    ) -> tuple[int, int] | None:
-        """Check that all ranks hold the same values, as ``join.agreement.check_same`` does.
+    def check_same(self, doing: str, parts: Sequence[str] = (), values: Values = (), *, vote: bool = False) -> bool:
+        """Check that all ranks do the same, with the same arguments and values.
+
+        Args:
+            doing: What this rank does, as a predicate.
+            parts: The arguments of this rank, as texts.
+            values: The values of this rank that are equal on all ranks now.
+            vote: The vote of this rank.
+
+        Returns:
+            Whether all ranks vote.
 
         Raises:
             ProtocolError: If they do not. All ranks raise it, and the block has ended.
         """
         try:
-            return check_same(self.collective, doing, parts, self.guard.wait, length, values)
+            answer = self.messages.check(self.messages.start(doing, parts, values, vote=vote))
         except ProtocolError as error:
             self.guard.close_and_raise(error)
+        return answer.votes == self.collective.world_size
 
     def synchronise_own(self, tensors: OwnTensors, members: Sequence[Member], source: int) -> None:
         """Copy the state that each rank has for itself from one rank, after a loop or block that shadowed nothing.
@@ -512,8 +530,10 @@ class Lockstep(ABC):
             self._guard.raise_closed()
         if channel.step.in_loop:
             raise JoinError(ONE_AT_A_TIME)
-        channel.prepare()
+        channel.prepare(event="a loop over join.iterate began")
         header = channel.headers.send_and_read([], active=True)
+        if header.stopping:
+            self._guard.raise_early_termination(exhausted=False)
         if header.announcements:
             channel.headers.confirm()
         if header.active < collective.world_size:
@@ -526,9 +546,6 @@ class Lockstep(ABC):
             )
         channel.prepare()
         self.progress = LoopProgress(collective, channel.loops + 1)
-        self.roll_calls, self._barriers = collective.line(ROLL_CALLS), collective.line(BARRIERS)
-        for line in (self.roll_calls, self._barriers):  # all ranks meet once more before they use these lines
-            line.restart()
         self.step, self.phase = Step(in_loop=True, contributors=collective.world_size), Phase.READING
         channel.enter_loop(self)
 
@@ -545,8 +562,8 @@ class Lockstep(ABC):
             Whether any rank votes.
         """
         self._guard.arrive()
-        work = self._barriers.sum(int(vote), self.channel.collective.world_size.bit_length())
-        return self._guard.wait(work, doing, work.total) > 0
+        messages = self.channel.messages
+        return messages.check(messages.start("waited for all ranks in join.iterate", vote=vote), doing).votes > 0
 
     def end_step(self) -> None:
         """End a step, after running a backward that this rank has skipped and the other ranks wait in."""

@@ -4,8 +4,9 @@ A header is a few counters in one whole number, which is summed over all ranks. 
 1 to every counter, and the sums are all that a rank needs to know of the others. The number of counters depends on the
 bursts in the list, not on the number of ranks::
 
-    ACTIVE, LEADER, STOPPING, FRESH,  then, for each burst,  announced, *flags
+    ELSEWHERE, LEADER, ACTIVE, STOPPING, FRESH,  then, for each burst,  announced, *flags
 
+- ``ELSEWHERE`` counts the ranks that are not at a header (``join.protocol.messages``); nothing else holds then.
 - ``ACTIVE`` counts the ranks that announce.
 - ``LEADER`` is 1 while the leader is among these ranks.
 - ``STOPPING`` counts the exhausted ranks under ``throw_on_early_termination``.
@@ -13,13 +14,14 @@ bursts in the list, not on the number of ranks::
 - ``announced`` of a burst counts the ranks that announce the burst. Any number except 0 and ``ACTIVE`` means that the
   ranks have diverged.
 
-A counter has as many bits as the world size, so a sum never overflows. The header of a DDP module takes 63 bits at most
-up to 31 ranks. The size matters because the cost of a small all-reduce on gloo grows with the number of elements.
+A counter has as many bits as the world size, so a sum never overflows; ``LEADER`` has one, as one rank adds to it. The
+header of a DDP module takes 63 bits at most up to 31 ranks. The size matters because the cost of a small all-reduce on
+gloo grows with the number of elements.
 
 To *apply* a header is to act on one that was sent earlier. If it reports that ranks diverged, the rank raises. If the
-old leader has left and any burst needs a leader, the ranks elect a new one. All ranks apply header i after burst i and
-before header i+1. If burst i was foreseen and headers go over the process group, which takes longer, all ranks apply
-header i later:
+old leader has left and any burst needs a leader, rows of all ranks name the new one. All ranks apply header i after
+burst i and before header i+1. If burst i was foreseen and headers go over the process group, which takes longer, all
+ranks apply header i later:
 
 - before burst i+1 and after header i+1, if burst i+1 needs the leader or was not foreseen itself;
 - before header i+2 in all other cases.
@@ -45,7 +47,7 @@ left between these two headers has not received the messages of the burst, so it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -59,9 +61,10 @@ from join.collectives._torch_private import profiled
 from join.errors import ProtocolError, described
 from join.failure.guard import Guard
 from join.joinable import Burst, Joinable, JoinHook, NothingListed
+from join.protocol.messages import Message, Messages
 
-ACTIVE, LEADER, STOPPING, FRESH = range(4)
-_FIXED = 4
+ELSEWHERE, LEADER, ACTIVE, STOPPING, FRESH = range(5)
+_FIXED = 5
 _LONGEST_PERIOD = 64  # bursts
 _NO_BURST = NothingListed(None)  # in place of a joinable that announces only because it is the first
 
@@ -74,6 +77,7 @@ class Header:
         code: The code that packed them.
 
     Attributes:
+        elsewhere: The number of ranks that were not at a header. If there are any, the other attributes are invalid.
         active: The number of ranks that announced.
         leader_alive: Whether the leader announced.
         stopping: Whether an exhausted rank ends the block on all ranks.
@@ -84,11 +88,9 @@ class Header:
     """
 
     def __init__(self, total: int, code: HeaderCode) -> None:
-        counts = list[int]()
-        for _ in code.ones:
-            counts.append(total & code.largest_count)
-            total >>= code.count_bits
-        self.active, leaders, stopping, self.fresh = counts[:_FIXED]
+        counts = [total >> place & code.largest_count for place in code.places]
+        counts[LEADER] &= 1
+        self.elsewhere, leaders, self.active, stopping, self.fresh = counts[:_FIXED]
         self.leader_alive, self.stopping = leaders > 0, stopping > 0
         self.announcements: dict[int, int] = {}
         self.counts: list[Sequence[int]] = []
@@ -109,11 +111,13 @@ class HeaderCode:
 
     def __init__(self, flag_counts: Sequence[int], world_size: int) -> None:
         *self.offsets, fields = accumulate((1 + flag_count for flag_count in flag_counts), initial=_FIXED)
-        self.count_bits = world_size.bit_length()
-        self.largest_count = (1 << self.count_bits) - 1
-        self.ones = [1 << self.count_bits * place for place in range(fields)]
+        count = world_size.bit_length()
+        self.largest_count = (1 << count) - 1
+        self.places = [0, count, *(count * field + 1 for field in range(1, fields - 1))]
+        """The lowest bit of each counter."""
+        self.ones = [1 << place for place in self.places]
         """The number to add for each counter in order to add 1 to the counter."""
-        self.bits = fields * self.count_bits
+        self.bits = count * (fields - 1) + 1
         """The size of a header in bits."""
         # Headers repeat from step to step, and unpacking is half of the cost of reading one, so the results are cached.
         self.unpack = cache(partial(Header, code=self))
@@ -334,11 +338,13 @@ class Headers:
 
     Args:
         collective: The ranks.
+        messages: The messages of these ranks, of which headers are some.
         guard: The guard that waits for these ranks.
         roster: The members that announce; :meth:`use` replaces it when blocks open and close.
     """
 
-    def __init__(self, collective: Collective, guard: Guard, roster: Roster) -> None:
+    def __init__(self, collective: Collective, messages: Messages, guard: Guard, roster: Roster) -> None:
+        self.messages = messages
         self.use(roster)
         self.tally = Tally()
         self.leader = 0
@@ -346,9 +352,8 @@ class Headers:
         self.last = SentHeader()
         self.depth = 1
         """The number of headers that may be sent before the first of them is read."""
-        self.before_next: Callable[[], None] | None = None
-        """The check that all ranks entered the block with the same arguments, by a sum on the line of the headers;
-        called once, before the next header."""
+        self.before_next: Message | None = None
+        """The message that compares what the ranks entered the block with; it is read before the next header."""
         self._collective, self._guard = collective, guard
         self._rank, self._world_size = collective.rank, collective.world_size
 
@@ -357,9 +362,9 @@ class Headers:
         self.roster, self.foresight = roster, Foresight(roster)
 
     def agree(self) -> None:
-        """Set up the line that carries headers; called when all ranks have entered the group's first block."""
-        self.line = self._collective.line()
-        self.depth = self.line.depth
+        """Set up the line that carries messages; called when all ranks enter the group's first block."""
+        self.messages.line = line = self._collective.line()
+        self.depth = line.depth
 
     def make_ready(self) -> None:
         """Check that all ranks entered the block with the same arguments, before anything is sent in it.
@@ -368,9 +373,9 @@ class Headers:
             ProtocolError: If the arguments differ. All ranks raise it.
         """
         if self.before_next is not None:
-            check, self.before_next = self.before_next, None
+            message, self.before_next = self.before_next, None
             try:
-                check()
+                self.messages.check(message)
             except ProtocolError as error:
                 # All ranks raise the error here, before they send anything else. So the group is not lost, as after
                 # ``close_and_raise``.
@@ -432,7 +437,7 @@ class Headers:
         if self._guard.timeout is not None:
             self._guard.arrive()
         with profiled("header"):
-            work = self.last.work = self.line.sum(number, code.bits)
+            work = self.last.work = self.messages.line.sum(number, self.messages.bits)
         self.tally.headers += 1
         self.tally.nbytes += work.nbytes
         return work
@@ -463,6 +468,8 @@ class Headers:
         assert sent.work is not None
         self._guard.awaits_header = sent.number
         sent.header = self.roster.code.unpack(self._guard.wait(sent.work, then=sent.work.total))
+        if sent.header.elsewhere:
+            self.messages.raise_apart()
         if sent.member is None:
             for index in sent.header.announcements:
                 self.roster.announcing[index].announced_in = sent
@@ -498,7 +505,7 @@ class Headers:
         """Return the leader as of the header that :meth:`active_for` reads for this burst.
 
         If the burst was foreseen, this is the leader that the ranks know already, since the header before is applied.
-        Otherwise it is the leader as of the burst's own header, which may have to be elected.
+        Otherwise it is the leader as of the burst's own header, for which rows may have to be gathered.
 
         Args:
             burst: The burst of the last header, which tracks the leader.
@@ -584,8 +591,8 @@ class Headers:
     def find_leader(self, sent: SentHeader | None = None) -> int:
         """Return the leader as of the burst of a header: a new leader, if the old one was not among its ranks.
 
-        A new leader is elected by an all-reduce. All ranks call this in the same place, or none does before the header
-        is applied.
+        A new leader is the lowest of the ranks that announced. All ranks call this in the same place, or none does
+        before the header is applied.
 
         Args:
             sent: The header; by default the last one.
@@ -594,10 +601,9 @@ class Headers:
         if not sent.knows_leader:
             sent.knows_leader = True
             if self.roster.tracks_leader and not (sent.header or self._read(sent)).leader_alive:
-                vote = torch.tensor([self._world_size if sent.member is None else self._rank], device="cpu")
-                with profiled("elect a leader"):
-                    self._collective.all_reduce(vote, "min").wait()
-                self.leader = int(vote.item())
+                with profiled("find the leader"):
+                    own = self._world_size if sent.member is None else self._rank
+                    self.leader = min(self.messages.gather_numbers(own))
         return self.leader
 
     def raise_diverged(self, sent: SentHeader) -> NoReturn:

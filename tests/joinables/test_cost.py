@@ -87,8 +87,8 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
     return counts
 
 
-HEADER, ROLL_CALL = "gloo:all_reduce", "gloo:all_gather"
-# With headers over gloo.
+HEADER = ROLL_CALL = "gloo:all_reduce"
+# With messages over gloo: a header or a roll call is one.
 COSTS: dict[str, dict[str, float]] = {
     "mlp": {HEADER: 1},
     "mlp, mean over contributors": {HEADER: 1},
@@ -159,9 +159,6 @@ class WatchedLine(Line):
     def gather(self, data: bytes) -> Any:
         self._recorder.log.append("gather")
         return Watched(self._line.gather(data), self._recorder)
-
-    def roll_call(self, largest: int, fold: Any) -> Any:
-        return self._line.roll_call(largest, fold)
 
 
 class Recorder(TorchCollective):

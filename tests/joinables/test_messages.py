@@ -139,7 +139,7 @@ def test_ranks_that_list_other_objects(pool: Pool, known: bool, then: str, over_
     told = r"The ranks entered Join with .* \(ranks \[0\]: nothing more; ranks \[1\]: SGD\)\. .* \[J020\]"
     for text, found in pool.run(enter_others, known, then, ranks=2, over_group=over_group):
         assert re.fullmatch(told, text)
-        assert found == ["all_reduce"] * over_group + ["all_gather_into"] * 2  # no header, no burst
+        assert found == ["all_reduce"] * 2 * over_group + ["all_gather_into"] * 2  # no header, no burst
 
 
 class Cached(nn.Linear):

@@ -56,8 +56,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        'if options.until == "first" or options.throw else lengths[1]',
-        'if options.until == "first" else lengths[1]',
+        'if options.until == "first" or options.throw else max(lengths)',
+        'if options.until == "first" else max(lengths)',
         "tests/join/loop/test_steps.py::test_the_length_of_a_loop",
     ),
     Mutant(
@@ -68,20 +68,20 @@ MUTANTS = [
     ),
     Mutant(
         "join/rounds.py",
-        'self._options.until == "all" or self._options.throw:',
-        'self._options.until == "all":',
+        'return self._options.until == "first" and not self._options.throw',
+        'return self._options.until == "first"',
         "tests/join/loop/test_steps.py::test_early_termination_of_a_loop_until_the_first",
     ),
     Mutant(
         "join/rounds.py",
-        "[self._world_size] * self.steps",
-        "[self._world_size] * len(shares)",
+        "[[world_size]] * self.steps",
+        "[[world_size]] * len(shares)",
         "tests/join/loop/test_steps.py::test_the_share_of_a_batch_in_its_window",
     ),
     Mutant(
         "join/rounds.py",
-        "self._options.over_all_ranks and self._options.weigh is None",
-        "self._options.over_all_ranks",
+        "if options.over_all_ranks and options.weigh is None:",
+        "if options.over_all_ranks:",
         "tests/join/loop/test_steps.py::test_the_share_of_a_batch_in_its_window",
     ),
     Mutant(
@@ -116,14 +116,14 @@ MUTANTS = [
     ),
     Mutant(
         "join/rounds.py",
-        "min(a.first, b.first)",
-        "a.first",
-        "tests/joinables/ddp/test_buffers.py::test_statistics_of_a_window_before_a_loss_gate_follow_the_lowest_rank_with_data",
+        "Share(len(held), min(held), math.fsum(weights))",
+        "Share(len(held), max(held), math.fsum(weights))",
+        "tests/join/loop/test_rounds.py::test_what_is_known_of_each_step",
     ),
     Mutant(
         "join/rounds.py",
-        "one.issued if one.issued == other.issued else None",
-        "one.issued",
+        'f"called the roll, {self._issued - before} operations"',
+        '"called the roll"',
         "tests/join/loop/test_loop.py::test_a_collective_that_pairs_with_one_of_a_later_step",
     ),
     Mutant(
@@ -164,8 +164,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/rounds.py",
-        "self._options.copies",
-        "1",
+        "* options.copies for start",
+        "for start",
         "tests/join/loop/test_steps.py::test_the_share_of_a_batch_in_a_block_that_is_not_enabled",
     ),
     Mutant(
@@ -376,8 +376,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "[self._world_size if sent.member is None else self._rank]",
-        "[self._rank]",
+        "own = self._world_size if sent.member is None else self._rank",
+        "own = self._rank",
         "tests/joinables/ddp/test_exact.py::test_equals_one_process[batch norm, leaders leave in turn]",
     ),
     Mutant(
@@ -418,8 +418,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "self.count_bits = world_size.bit_length()",
-        "self.count_bits = (world_size - 1).bit_length()",
+        "count = world_size.bit_length()",
+        "count = (world_size - 1).bit_length()",
         "tests/join/protocol/test_headers.py::test_sums_of_any_contributions",
     ),
     Mutant(
@@ -498,8 +498,8 @@ MUTANTS = [
     # -- blocks --------------------------------------------------------------------------------------------------------
     Mutant(
         "join/block.py",
-        "                        check()\n",
-        "                        pass\n",
+        "                    channel.messages.check(message)\n",
+        "                    pass\n",
         "tests/join/protocol/test_nested.py::test_an_inner_block_compares_its_list_before_its_first_burst",
     ),
     Mutant(
@@ -534,7 +534,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "            raise_difference(self._collective, values)\n",
+        "            raise_difference(self._collective.all_gather_object(values, plain=True))\n",
         "            pass\n",
         "tests/join/protocol/test_channel.py::test_nothing_is_announced_after_an_inner_block_that_failed",
     ),
@@ -595,15 +595,15 @@ MUTANTS = [
     ),
     # -- agreement -----------------------------------------------------------------------------------------------------
     Mutant(
-        "join/agreement.py",
-        "return (shortest, -longest) if all_have_length else None",
-        "return shortest, -longest",
+        "join/loop.py",
+        "if have_lengths and length is not None:",
+        "if length is not None:",
         "tests/join/loop/test_steps.py::test_a_loop_of_which_one_loader_has_no_length",
     ),
     Mutant(
-        "join/agreement.py",
-        "!= number * size:",
-        "is None:",
+        "join/protocol/messages.py",
+        "            signatures == self._collective.world_size * message.signature,\n",
+        "            True,\n",
         "tests/joinables/test_messages.py::test_ranks_that_list_other_objects",
     ),
     Mutant(
@@ -1079,5 +1079,59 @@ MUTANTS = [
         "return self.leader if self.is_foreseen(self.roster.index[id(burst)]) else self.find_leader()",
         "return self.leader",
         "tests/joinables/test_zero.py::test_a_rank_that_leaves_before_a_step",
+    ),
+    Mutant(
+        "join/protocol/messages.py",
+        "if total & self._largest_count != self._collective.world_size:",
+        "if False:",
+        "tests/join/protocol/test_messages.py::test_ranks_in_different_places_name_them",
+    ),
+    Mutant(
+        "join/protocol/headers.py",
+        "        if sent.header.elsewhere:\n",
+        "        if False:\n",
+        "tests/join/protocol/test_messages.py::test_ranks_in_different_places_name_them",
+    ),
+    Mutant(
+        "join/protocol/messages.py",
+        "        if any(theirs != message.doing for theirs, _, _ in rows):\n",
+        "        if False:\n",
+        "tests/join/protocol/test_messages.py::test_two_messages_that_are_no_headers_do_not_belong_together",
+    ),
+    Mutant(
+        "join/protocol/channel.py",
+        "            self.loop.meet()\n",
+        "            pass\n",
+        "tests/join/protocol/test_nested.py::test_an_uneven_block_in_the_body_of_a_loop",
+    ),
+    Mutant(
+        "join/protocol/channel.py",
+        "        if header.stopping:\n            self._guard.raise_early_termination(exhausted=False)\n",
+        "",
+        "tests/worlds/test_small_worlds.py::test_programs_end_as_before",
+    ),
+    Mutant(
+        "join/loop.py",
+        "            self.progress.steps += 1  # as a rank that has left the loop alone must see\n",
+        "",
+        "tests/worlds/test_small_worlds.py::test_programs_end_as_before",
+    ),
+    Mutant(
+        "join/rounds.py",
+        "            has_first &= bool(more >> count & 1) or not ranks[-1]\n",
+        "",
+        "tests/join/loop/test_rounds.py::test_what_is_known_of_each_step",
+    ),
+    Mutant(
+        "join/rounds.py",
+        "            if not all(weight.is_integer() and weight < 1 << _WEIGHT_BITS for weight in weights):\n",
+        "            if not all(weight.is_integer() for weight in weights):\n",
+        "tests/join/loop/test_rounds.py::test_what_is_known_of_each_step",
+    ),
+    Mutant(
+        "join/collectives/shared_memory.py",
+        "        if lane.late is not None and lane.late.is_completed():\n",
+        "        if lane.late is not None:\n",
+        "tests/join/collectives/test_line.py::test_gloo",
     ),
 ]

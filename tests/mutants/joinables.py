@@ -433,8 +433,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "        self._memory.own = None\n        adopt",
-        "        adopt",
+        "        self._memory.own = None\n        with_gradient",
+        "        with_gradient",
         "tests/joinables/ddp/test_even_blocks.py::test_steps_alone_are_one_reason_to_differ_and_no_other",
     ),
     Mutant(

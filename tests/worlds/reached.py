@@ -20,10 +20,10 @@ from typing import Any
 import join
 
 SENDS = {
-    *("sum", "sum_float", "gather", "call", "all_reduce", "broadcast", "all_gather_into"),
+    *("start", "sum", "sum_float", "gather", "gather_numbers", "all_reduce", "broadcast", "all_gather_into"),
     *("all_gather", "all_gather_object", "broadcast_object", "barrier", "reduce_boolean_decision"),
 }
-"""The methods of ``Collective``, ``Line`` and ``RollCall`` that send something."""
+"""The methods of ``Collective``, ``Line`` and ``Messages`` that send something."""
 _OTHERS = tuple(f"join.{name}" for name in ("collectives", "report", "failure.w", "options", "scaling", "mean"))
 # which carry messages, watch and explain in another thread, hold arguments, or are called by the body of a loop
 

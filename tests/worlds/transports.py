@@ -1,7 +1,6 @@
 """What carries the messages of ranks that are threads: :data:`TRANSPORTS`, and a wrapper of a rank's collective each.
 
-The connections between machines are missing: their threads wait for the kernel, which no scheduler decides. Of them,
-two headers may be under way, as of headers over a group.
+Between machines, messages go over a group, too.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from join.collectives import Collective, Work
-from join.collectives.base import HEADERS, GroupLine, Line, ReduceOp
+from join.collectives.base import MESSAGES, GroupLine, Line, ReduceOp
 from join.collectives.board import Board
 from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine, opened
 
@@ -57,17 +56,13 @@ class Memory(Bare):
     def companion(self) -> Collective:
         return self.threads.companion()
 
-    def _connect(self) -> None:
+    @override
+    def line(self, number: int = MESSAGES) -> Line:
         if self._segment is None:
             self._segment = segment = opened(self)
             assert segment is not None
             segment.has_ended = lambda rank: rank in self._ended()
             self.barrier()
-
-    @override
-    def line(self, number: int = HEADERS) -> Line:
-        self._connect()
-        assert self._segment is not None
         if number not in self._lanes:
             self._lanes[number] = Lane(self._segment, number, timeout=1e6)
         return SharedMemoryLine(self._lanes[number], lambda: GroupLine(self.companion()))

@@ -23,9 +23,9 @@ from join import (
     JoinTimeoutError,
     PeerError,
     ProtocolError,
-    block,
 )
 from join.collectives import collective_of
+from join.protocol.messages import Messages
 from joinables import State
 from tests.ending import Ending, assert_blamed
 from tests.join.counter import Counter, group_works
@@ -558,7 +558,7 @@ def failing_between(rank: int) -> str:
     ddp = DistributedDataParallel(build("mlp"))
     try:
         if rank == 1:
-            block.check_same = interrupted
+            Messages.start = interrupted
         with Join([ddp]):
             ddp(batch(rank, 0, 0)[0]).sum().backward()
     except (PeerError, KeyError) as error:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, ProtocolError
+from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.collectives import ThreadCollective, run_threads
 from tests.join.counter import Leading
 
@@ -138,3 +138,30 @@ def test_state_of_an_outer_block_is_copied_with_that_of_an_uneven_inner_one() ->
             return outer.source, inner.source
 
     assert run_threads(2, run) == [(1, 1)] * 2
+
+
+def test_an_uneven_block_in_the_body_of_a_loop() -> None:
+    def run(collective: ThreadCollective) -> str:
+        outer, inner = pair(collective)
+        with pytest.raises((ProtocolError, PeerError)) as caught, Join([outer]) as join:
+            for _ in join.iterate([0, 0]):
+                with Join([inner]):
+                    for _ in range(1 + collective.rank):
+                        inner()
+        return str(caught.value)
+
+    for text in run_threads(2, run):
+        assert "Rank 0 skipped" in text and "in step 1 of join.iterate" in text, text
+
+
+def test_an_even_block_in_the_body_of_a_loop() -> None:
+    def run(collective: ThreadCollective) -> int:
+        outer, inner = pair(collective)
+        with Join([outer]) as join:
+            for _ in join.iterate([0] * collective.rank):
+                with Join([inner]):
+                    inner()
+                outer()
+        return inner.inner.total
+
+    assert run_threads(3, run) == [6] * 3  # two steps of three ranks

@@ -108,11 +108,8 @@ class TorchCollective(Collective):
             self.companion()
         except RuntimeError as error:  # there may be no free file for its connections
             failure = error
-        # By the group itself, whose connections break if a rank ends. A group without a backend for the CPU cannot do it.
-        if self._cpu_group is not None:
-            made = self.all_gather(torch.tensor([failure is None], device="cpu"))
-        else:
-            made = []
+        # By the group itself, whose connections break if a rank ends, unless it has no backend for the CPU.
+        made = self.all_gather(torch.tensor([failure is None], device="cpu")) if self._cpu_group is not None else []
         if failure is not None:
             raise failure
         if lacking := ", ".join(f"rank {rank}" for rank, has_made in enumerate(made) if not has_made):

@@ -63,6 +63,7 @@ class Memory(Bare):
             assert segment is not None
             segment.has_ended = lambda rank: rank in self._ended()
             self.barrier()
+        assert self._segment is not None
         if number not in self._lanes:
             self._lanes[number] = Lane(self._segment, number, timeout=1e6)
         return SharedMemoryLine(self._lanes[number], lambda: GroupLine(self.companion()))

@@ -217,7 +217,7 @@ class OpenBlock:
         self._digest = digest("\n".join(entered_with))
         try:
             with profiled("enter"):
-                channel.begin_to_open()
+                channel.begin_to_open(self._scope.timeout)
                 if not agreed and collective.world_size > 1:
                     channel.guard.peers.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
                 scopes = (*channel.roster.scopes, self._scope) if collective.world_size > 1 else ()

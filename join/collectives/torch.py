@@ -37,7 +37,6 @@ from join.collectives.base import MESSAGES, Collective, Kept, Line, ReduceOp, Wo
 from join.collectives.board import Board, StoreBoard
 from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine
 from join.collectives.timeouts import TIMEOUTS
-from join.errors import JoinError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -101,7 +100,7 @@ class TorchCollective(Collective):
         """Make the companion on all ranks, or raise an error on all.
 
         Raises:
-            JoinError: If another rank cannot make it.
+            RuntimeError: If a rank cannot make it.
         """
         failure: Exception | None = None
         try:
@@ -113,7 +112,7 @@ class TorchCollective(Collective):
         if failure is not None:
             raise failure
         if lacking := ", ".join(f"rank {rank}" for rank, has_made in enumerate(made) if not has_made):
-            raise JoinError(
+            raise RuntimeError(
                 f"{lacking} cannot make the gloo group that carries the messages of Join. Read the exception there: it"
                 " may have no free file (ulimit -n). Restart all ranks when that is mended. [J811]"
             )

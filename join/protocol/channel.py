@@ -130,8 +130,11 @@ class Channel:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def begin_to_open(self) -> None:
+    def begin_to_open(self, timeout: float | None) -> None:
         """Run pending bursts and set up the lines that carry messages, before a block is entered.
+
+        Args:
+            timeout: The ``timeout`` of the block.
 
         Raises:
             JoinError: If the channel is closed, or followers of the last burst did not notify.
@@ -139,6 +142,7 @@ class Channel:
         if not self.roster.scopes:
             self.guard.begin()
         self.prepare(event="another block was entered")
+        self.guard.timeout = timeout
         self.agree()
 
     def open(self, scope: Scope) -> None:

@@ -738,8 +738,8 @@ MUTANTS = [
     # -- failures ------------------------------------------------------------------------------------------------------
     Mutant(
         "join/failure/guard.py",
-        "                self.peers.look_again()\n",
-        "                pass\n",
+        ">= self.timeout / 2:\n                self.peers.look_again()\n",
+        ">= self.timeout / 2:\n                pass\n",
         "tests/join/test_context.py::test_a_late_rank_learns_that_it_was_given_up",
     ),
     Mutant(
@@ -780,8 +780,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/guard.py",
-        "            self._look_for_skipped()\n",
-        "",
+        "            self.peers.look()\n            self._look_for_skipped()\n",
+        "            self.peers.look()\n",
         "tests/join/loop/test_loop.py::test_a_rank_that_leaves_something_out_and_goes_on",
     ),
     Mutant(

@@ -90,7 +90,9 @@ def release(joinables: Sequence[Joinable]) -> None:
 def _report_open_blocks() -> None:
     """Tell the user and the other ranks of a block that was never left, and the user which rank has failed before."""
     error: BaseException | None = getattr(sys, "last_value", None)  # the exception that ends this process, if any
-    for guard in [channel.guard for channel in channels.values() if not channel.guard.is_fork]:
+    for channel in [channel for channel in channels.values() if not channel.guard.is_fork]:
+        guard = channel.guard
+        channel.collective.hold()  # its connections may have an operation pending, whose thread would abort the process
         warnings.warn(
             "A Join block was opened and never left, so the other ranks wait for this one. Call join.close(), and"
             " join.close(error) after an exception.",

@@ -676,9 +676,9 @@ class Join:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, GeneratorExit):  # the block is in a generator, which its consumer closes
-            error = error.__context__  # the exception that the consumer handles; without one, it closes as by a break
-        try:
+        try:  # on the first line, so that the other ranks learn of an interrupt on any line
+            if isinstance(error, GeneratorExit):  # the block is in a generator, which its consumer closes
+                error = error.__context__  # that the consumer handles; without one, it closes as by a break
             self._leave(error)
         except BaseException as failure:
             if self._block is not None:

@@ -34,7 +34,8 @@ Layout: TypeAlias = Sequence[tuple[torch.device, int]]
 """For each message, its device and its size in bytes."""
 _Plan: TypeAlias = Sequence[Sequence[int]]
 """For each message, the numbers of its tensors."""
-_CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 64 * 2**20
+"""Size of a message of copied state, unless a tensor is larger."""
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ class OwnTensors:
         parcels = [_Parcel([tensors[number] for number in numbers]) for numbers in _plan(tensors)]
         self.layout = [(parcel.tensors[0].device, parcel.nbytes) for parcel in parcels]
         """The layout of this rank, to be agreed on; empty if the tensors take more than one chunk."""
-        if sum(nbytes for _, nbytes in self.layout) > _CHUNK_BYTES:
+        if sum(nbytes for _, nbytes in self.layout) > CHUNK_BYTES:
             self.layout = []
         self._is_started = bool(agreed) and self.layout == agreed
         if self._is_started:
@@ -140,10 +141,10 @@ def _plan(tensors: Tensors) -> _Plan:
             devices.setdefault(tensor.device, []).append(number)
     chunks: list[list[int]] = []
     for numbers in devices.values():
-        size = _CHUNK_BYTES
+        size = CHUNK_BYTES
         for number in sorted(numbers, key=itemsizes.__getitem__, reverse=True):
             nbytes = tensors[number].nbytes
-            if size + nbytes > _CHUNK_BYTES:
+            if size + nbytes > CHUNK_BYTES:
                 chunks.append([])
                 size = 0
             chunks[-1].append(number)

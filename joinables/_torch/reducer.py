@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from join import transfer
 from join.collectives._torch_private import thawed
 from joinables._torch.versions import forward_sync_buffers, require_of
 
@@ -187,7 +188,7 @@ def broadcast(ddp: DistributedDataParallel, tensors: Sequence[torch.Tensor], sou
     if filled := [tensor for tensor in tensors if tensor.numel()]:
         unchanged = tuple(filled) if dist.get_rank(ddp.process_group) == source else ()  # but written nevertheless
         with torch.autograd._unsafe_preserve_version_counter(unchanged):
-            ddp._distributed_broadcast_coalesced(filled, 64 * 2**20, source)
+            ddp._distributed_broadcast_coalesced(filled, transfer.CHUNK_BYTES, source)
 
 
 def buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ CHUNK = 4 * SIZE * SIZE  # bytes: a layer's weight
 def train(rank: int, target: Target) -> int:
     """How many bytes were held at most while the block ended, beyond those that were held before that."""
     device, memory = device_of_rank(target), memory_of(target)
-    transfer._CHUNK_BYTES = CHUNK  # of 64 MiB, all of this would be one
+    transfer.CHUNK_BYTES = CHUNK  # of 64 MiB, all of this would be one
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)))
     model = DistributedDataParallel(layers.to(device))

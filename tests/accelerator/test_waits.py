@@ -19,9 +19,7 @@ from tests.pool import Pool
 from tests.training import optimizer_of, shard
 
 # The functions that wait at each step, by the way of training in which they do. It is exact: what is mended must leave.
-EXCEPTIONS = {
-    "static graph": {"joinables/_torch/reducer.py:rebuild_buckets"},
-}
+EXCEPTIONS: dict[str, set[str]] = {}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "initial": {"initial": True},

@@ -82,7 +82,7 @@ def test_tensors_of_a_device_are_one_message(chunk: int, messages: int) -> None:
         broadcast_tensors(collective, tensors, 1)
         return tensors, counting.sizes
 
-    with mock.patch.object(transfer, "_CHUNK_BYTES", chunk):
+    with mock.patch.object(transfer, "CHUNK_BYTES", chunk):
         for tensors, sizes in run_threads(3, rank_main):
             assert len(sizes) == messages
             assert sum(sizes) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)

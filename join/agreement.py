@@ -21,7 +21,7 @@ Values = Sequence[tuple[str, Mapping[str, Any]]]
 NORM = "squared norm of some rows of the parameters"
 """Name of a value that may differ more, since the rounding of many steps depends on the processor."""
 
-DIGEST_BITS = 56
+_DIGEST_BITS = 56
 _LONGEST_LIST = 5  # differences in the text of an error
 
 
@@ -37,7 +37,7 @@ def digest_of(values: Values, parts: Sequence[str] = ()) -> int:
 
 def digest(text: str) -> int:
     """Return a number of 56 bits that is, in practice, different for different texts."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[: DIGEST_BITS // 8], "big")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[: _DIGEST_BITS // 8], "big")
 
 
 def raise_difference(by_rank: Sequence[Values]) -> None:

@@ -158,7 +158,7 @@ class Channel:
         self._set_roster(Roster((*self.roster.scopes, scope), self.collective.world_size))
 
     def agree(self) -> None:
-        """Set up the lines that carry messages, if this was not done before."""
+        """Take the lines that carry messages, which the first call for a group sets up on all ranks."""
         self.guard.is_connecting = True
         self.headers.agree()
         self.sums = self.collective.line(SUMS)

@@ -11,7 +11,8 @@ arguments of a block, the values of their state. If it is equal, its sum is ``wo
 *Votes* counts the ranks that vote, and *first* is 1 if a certain rank does. *More* is for roll calls (``join.rounds``).
 Rows of bytes follow only where the sum shows that all ranks are in one place, so they always have the same size.
 
-Headers and roll calls are read late; all other messages are awaited. A difference is found by reading::
+Headers, roll calls and the message of a block that the group has had before are read late. All other messages are
+awaited. A difference is found by reading::
 
     in one place                              in different places
     ------------                              -------------------

@@ -20,7 +20,7 @@ from join.collectives._torch_private import pytree
 from join.errors import described
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class Step:
     """Step of a loop over ``Join.iterate``. The defaults are the values outside a loop.
 

@@ -50,6 +50,7 @@ from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
 from join.errors import JoinError, PeerError, ProtocolError, add_note
+from join.failure.guard import FORK
 from join.failure.peers import Peers
 from join.joinable import Burst, Joinable, JoinConfig
 from join.loop import Loop
@@ -90,7 +91,7 @@ def release(joinables: Sequence[Joinable]) -> None:
 def _report_open_blocks() -> None:
     """Tell the user and the other ranks of a block that was never left, and the user which rank has failed before."""
     error: BaseException | None = getattr(sys, "last_value", None)  # the exception that ends this process, if any
-    for channel in [channel for channel in channels.values() if not channel.guard.is_fork]:
+    for channel in [channel for channel in channels.values() if channel.guard.closed is not FORK]:
         guard = channel.guard
         channel.collective.hold()  # its connections may have an operation pending, whose thread would abort the process
         warnings.warn(
@@ -166,7 +167,7 @@ class OpenBlock:
     def __init__(self, collective: Collective, scope: Scope) -> None:
         self._collective, self._scope = collective, scope
         for outer in list(channels.values()):  # other threads may open blocks meanwhile, which are not around this one
-            is_around = outer.thread is threading.current_thread() and not outer.step.in_loop
+            is_around = outer.thread is threading.current_thread() and not outer.place.step.in_loop
             if is_around and _would_block(outer.collective, collective):
                 raise JoinError(
                     f"A block on {collective.world_size} ranks was entered inside a plain block on another group of"
@@ -283,7 +284,7 @@ class OpenBlock:
         Raises:
             PeerError, ProtocolError, JoinTimeoutError: If the block failed, here or on another rank.
         """
-        if self.channel.guard.is_fork:
+        if self.channel.guard.closed is FORK:
             return None
         if error is not None:
             if loop is not None:
@@ -307,7 +308,7 @@ class OpenBlock:
 
     def _fail(self, error: BaseException) -> None:
         """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one."""
-        cause, step = self.channel.guard.fail(error), self.channel.step
+        cause, step = self.channel.guard.fail(error), self.channel.place.step
         if isinstance(cause or error, PeerError) and 0 < step.contributors < self._collective.world_size:
             count = f"only {step.contributors} of {self._collective.world_size} ranks had data"
             add_note(cause or error, f"In this step of join.iterate, {count}. The others ran on dummy batches.")
@@ -316,7 +317,7 @@ class OpenBlock:
 
     def _finish(self, outcome: Outcome, out_of_data_at: float) -> Callable[[], JoinReport]:
         """Gather the report and synchronise state; called when all ranks are out of data."""
-        headers, collective = self.channel.headers, self._collective
+        collective = self._collective
         row = self._row(out_of_data_at)
         joinables = [member.joinable for member in self._scope.members]
         end, values = _End(outcome.last, row.headers), list[tuple[str, Mapping[str, Any]]]()
@@ -327,17 +328,17 @@ class OpenBlock:
         own: OwnTensors | None = None
         if not outcome.shadowed:
             tensors = [tensor for joinable in joinables for tensor in joinable.own_tensors()]
-            own = OwnTensors(collective, tensors, headers.leader, collective.kept.agreed[self._digest])
+            own = OwnTensors(collective, tensors, outcome.source, collective.kept.agreed[self._digest])
         with profiled("compare"):
             rows = self.channel.guard.wait(work, "has left its block", work.rows)
         ends = [_End(*_END.unpack_from(row)) for row in rows]
-        outcome = self._compare(outcome, ends, values)
+        outcome, keeps = self._compare(outcome, ends, values)
         self._restore_limit()  # because a copy of all state may take longer than a burst
         if own is None or outcome.shadowed:
-            self._copy_all(headers.leader)
+            self._copy_all(outcome.source, keeps=keeps)
         else:
             collective.kept.agreed[self._digest] = own.layout
-            self.channel.synchronise_own(own, self._scope.members, headers.leader)
+            self.channel.synchronise_own(own, self._scope.members, outcome.source)
         for member in self._scope.members:
             member.hook.post_hook(outcome.last)
         counts_steps = self.channel.loops > self._loops and not (
@@ -359,8 +360,8 @@ class OpenBlock:
         sent = spent.idle, spent.headers, spent.nbytes
         return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent)
 
-    def _compare(self, outcome: Outcome, ends: Sequence[_End], values: Values) -> Outcome:
-        """Return the outcome after a comparison of all ranks, and set the leader from which state is copied.
+    def _compare(self, outcome: Outcome, ends: Sequence[_End], values: Values) -> tuple[Outcome, bool]:
+        """Return the outcome after a comparison of all ranks, and whether this rank may keep its own state.
 
         Ranks that are out of data at the same time may have made different steps of their own. They are uneven then.
 
@@ -373,21 +374,18 @@ class OpenBlock:
                 f" ranks sent {[end.headers for end in ends]} headers. Move them behind the block, or make a joinable"
                 " of them. [J079]"
             )
-        headers, rank = self.channel.headers, self._collective.rank
         if outcome.shadowed:
-            self.channel.keeps_own_state = outcome.last
-            headers.leader = next(rank for rank, end in enumerate(ends) if end.last)
-        elif len({end.own_steps for end in ends}) > 1:  # steps that no rank announces, such as those under no_sync
-            headers.leader = max(range(len(ends)), key=lambda rank: ends[rank].total_steps)
+            return replace(outcome, source=next(rank for rank, end in enumerate(ends) if end.last)), outcome.last
+        if len({end.own_steps for end in ends}) > 1:  # steps that no rank announces, such as those under no_sync
             # Each rank has made steps of its own, and the state of only one rank is copied.
-            self.channel.keeps_own_state = headers.leader == rank
-            last = ends[rank].own_steps == ends[headers.leader].own_steps
-            return Outcome(even=False, last=last, shadowed=True)
-        elif len({end.values for end in ends}) > 1:
+            rank, source = self._collective.rank, max(range(len(ends)), key=lambda rank: ends[rank].total_steps)
+            last = ends[rank].own_steps == ends[source].own_steps
+            return Outcome(even=False, last=last, shadowed=True, source=source), source == rank
+        if len({end.values for end in ends}) > 1:
             raise_difference(self._collective.all_gather_object(values, plain=True))
-        return outcome
+        return outcome, True
 
-    def _copy_all(self, source: int) -> None:
+    def _copy_all(self, source: int, *, keeps: bool) -> None:
         """Copy all state from rank ``source``, with enclosing blocks, whose bursts were shadowed too."""
         listed, exchanges = self.channel.roster.listed, list[tuple[Member, Exchange]]()
         for member in listed:
@@ -396,7 +394,7 @@ class OpenBlock:
                 exchanges.append((member, exchange))
         if exchanges:
             with profiled("copy"):
-                copy_state(self._collective, exchanges, source, self.channel.roster.devices())
+                copy_state(self._collective, exchanges, source, self.channel.roster.devices(), keeps=keeps)
         for member in listed:
             with profiled("synchronise", member):
                 member.joinable.synchronise(source)

@@ -37,6 +37,7 @@ from join.batch import PLAIN, Step
 from join.block import OpenBlock, channels, claim, join_of, joins, release, report_failed_entry
 from join.collectives import Collective, SingleCollective, Work, collective_of
 from join.errors import JoinError, outside
+from join.failure.guard import FORK
 from join.joinable import NothingAlone, NothingListed
 from join.loop import Batches, Loop
 from join.mean import mean_over_ranks
@@ -331,7 +332,7 @@ class Join:
         step, block = self._step, self._block
         if block is None and self._scope is None:
             raise outside("join.scale was called", *_ITS_BLOCK)
-        if block is not None and block.channel.guard.is_fork:
+        if block is not None and block.channel.guard.closed is FORK:
             block.channel.guard.raise_closed()
         if step.in_loop:
             engine = self._collective.world_size if divided_over is None else checked_divided_over(divided_over)
@@ -389,13 +390,12 @@ class Join:
     @property
     def _step(self) -> Step:
         """Step of a loop over :meth:`iterate` whose body runs, of this block or of one around it; or ``PLAIN``."""
-        channel = self._channel
-        return channel.step if channel is not None and channel.in_step else PLAIN
+        return PLAIN if self._channel is None else self._channel.place.step_of_body
 
     @property
     def _is_in_loop(self) -> bool:
         """Whether a loop has begun and not ended, and this rank has not left it: in its body, or while it reads."""
-        return self._channel is not None and self._channel.step.in_loop
+        return self._channel is not None and self._channel.place.step.in_loop
 
     @property
     def total_weight(self) -> float:

@@ -117,25 +117,29 @@ class Loop(Lockstep, Iterable[T]):
         """Batches that were read and not yielded."""
         self._template: Any = None  # the batch that dummies are made of
         self._length: int | None = None  # the number of steps, once the loop has begun, if all loaders have a length
+        self.is_superseded = False
+        """Whether another loop has begun in the middle of this one."""
         self.joined_at: float | None = None
         """Time of this rank's first step without data, on the monotonic clock."""
 
     @property
     def is_open(self) -> bool:
         """Whether the loop has begun and not ended."""
-        return self.phase in (Phase.READING, Phase.RUNNING, Phase.LEFT)
+        place = self.place
+        return place is not None and place.loop is self and place.phase in (Phase.READING, Phase.RUNNING, Phase.LEFT)
 
     @property
     def is_last_step(self) -> bool:
         """Whether the current step is the last one, on all ranks."""
-        if self.phase is not Phase.RUNNING or self._rounds.begun < self._rounds.steps:
+        is_running = self.is_open and self.channel.place.phase is Phase.RUNNING
+        if not is_running or self._rounds.begun < self._rounds.steps:
             return False
         return self.ahead.error is None and self._rounds.is_last(
             f"asked in step {self.step.number} whether it is the last"
         )
 
     def __len__(self) -> int:
-        if self.phase is Phase.NEW:
+        if self.place is None:
             self._begin()
         if self._length is None:
             raise TypeError(
@@ -155,24 +159,25 @@ class Loop(Lockstep, Iterable[T]):
                     self.channel.late_use.begin_step()
                 yield self._make_dummy() if self.step.is_dummy else self._next_batch()
         finally:
-            if self.phase in (Phase.READING, Phase.RUNNING):  # after a break, or an error that the block may handle
+            place = self.place
+            if self.is_open and place is not None:  # after a break, or an error that the block may handle
                 # It leaves the loop before its next announcement, because an exception here would be lost.
-                self.phase, self.channel.step = Phase.LEFT, PLAIN
+                place.phase, place.step = Phase.LEFT, PLAIN
 
     # After a step's arithmetic the caches are cold, and each call here costs microseconds. So there are few calls.
 
     def _begin_step(self) -> bool:
         """Begin the next step; return whether there is one."""
-        phase = self.phase
-        if phase in (Phase.READING, Phase.RUNNING):
-            self.end_step()  # first, since a rank whose body handled an error that ends the block must send nothing
-            self.phase = Phase.READING
-        elif phase is Phase.NEW:
+        place = self.place
+        if place is None:
             self._begin()
-        elif phase is Phase.SUPERSEDED:
+        elif self.is_superseded:
             raise JoinError(ONE_AT_A_TIME)
-        else:
+        elif place.phase is Phase.ENDING or place.loop is not self:
             return False
+        else:
+            self.end_step()  # first, since a rank whose body handled an error that ends the block must send nothing
+            place.phase = Phase.READING
         if not self.step.number:
             self._begin_first_round()
         rounds = self._rounds
@@ -199,8 +204,8 @@ class Loop(Lockstep, Iterable[T]):
         if self._guard.timeout is not None:
             self.wait_for_all(f"reached step {progress.steps} of join.iterate")
         step = self._rounds.next_step(self.step, held[0][1] if held else 0.0)
-        self.step = channel.step = step  # from here on, an error belongs to this step
-        self.phase = Phase.RUNNING
+        self.step = channel.place.step = step  # from here on, an error belongs to this step
+        channel.place.phase = Phase.RUNNING
         if not step.contributors:
             return
         before, self.last_with_data = self.last_with_data, step
@@ -335,7 +340,6 @@ class Loop(Lockstep, Iterable[T]):
         self._rounds.call(())
         self._rounds.begin_round("reached the end of join.iterate")
         self.end()
-        self.phase = Phase.OVER
         self.ahead.end()
         self._release()
 
@@ -351,9 +355,8 @@ class Loop(Lockstep, Iterable[T]):
             ProtocolError: If this rank leaves alone.
             PeerError: If another rank failed.
         """
-        step = self.step
-        self.phase = Phase.SUPERSEDED if superseded else Phase.OVER
-        self.channel.step = step  # which may be the step that this rank left by a break
+        step, place, self.is_superseded = self.step, self.channel.place, superseded
+        place.phase, place.step = Phase.ENDING, step  # which may be the step that this rank left by a break
         try:
             if self._guard.closed:
                 return  # because nothing can be sent after a failure
@@ -394,7 +397,7 @@ class Loop(Lockstep, Iterable[T]):
             return
         if error is None:
             return self.leave()
-        self.phase, self.channel.step = Phase.OVER, self.step
+        self.channel.place.phase, self.channel.place.step = Phase.ENDING, self.step
         if self.step.is_dummy and not isinstance(error, JoinError):
             rank, dummy = self.channel.collective.rank, self._options.dummy
             note = f"Rank {rank} was out of data and got a dummy batch (dummy={dummy!r})."

@@ -226,14 +226,15 @@ class Inbox:
     Args:
         skeleton: The skeleton of the sender's tree.
         devices: As for :func:`broadcast_tree`.
+        keeps: Whether this rank has made as many steps as the sender, and so may keep its own state.
 
     Attributes:
         tensors: The receiving tensors, by the numbers of their slots.
         kept: The ``id`` of each tensor without memory whose message is received and dropped.
     """
 
-    def __init__(self, skeleton: Any, devices: Iterable[torch.device] = ()) -> None:
-        self.skeleton = skeleton
+    def __init__(self, skeleton: Any, devices: Iterable[torch.device] = (), *, keeps: bool = False) -> None:
+        self.skeleton, self.keeps = skeleton, keeps
         self.tensors: dict[int, torch.Tensor] = {}
         self.kept: set[int] = set()
         self._used: set[int] = set()  # the id of each receiving tensor, since a tensor receives one slot only
@@ -306,7 +307,12 @@ cannot copy the state, or "". If all ranks can, the generator resumes once the t
 
 
 def copy_state(
-    collective: Collective, exchanges: Sequence[tuple[object, Exchange]], source: int, devices: Iterable[torch.device]
+    collective: Collective,
+    exchanges: Sequence[tuple[object, Exchange]],
+    source: int,
+    devices: Iterable[torch.device],
+    *,
+    keeps: bool = False,
 ) -> None:
     """Copy the state of several objects from rank ``source``. The docstring of the module has the order of collectives.
 
@@ -315,6 +321,7 @@ def copy_state(
         exchanges: For each object, what has its name as a text, and its part.
         source: The rank whose state is copied.
         devices: As for :func:`broadcast_tree`.
+        keeps: As for :class:`Inbox`.
 
     Raises:
         JoinError: On every rank, if a rank cannot copy the state of an object.
@@ -323,13 +330,14 @@ def copy_state(
     parts = [part for _, part in exchanges]
     trees = [next(part) for part in parts]
     skeletons, plan, tensors = _broadcast_skeletons(collective, trees, source)
-    inboxes = [Inbox(skeleton, devices) for skeleton in (trees if collective.rank == source else skeletons)]
+    received = trees if collective.rank == source else skeletons
+    inboxes = [Inbox(skeleton, devices, keeps=keeps) for skeleton in received]
     reasons: list[str] = [part.send(inbox) for part, inbox in zip(parts, inboxes, strict=True)]
     if collective.reduce_boolean_decision(any(reasons), all=False):
         _raise_not_copied([name for name, _ in exchanges], collective.all_gather_object(reasons, plain=True))
-    received = {number: tensor for inbox in inboxes for number, tensor in inbox.tensors.items()}
+    slots = {number: tensor for inbox in inboxes for number, tensor in inbox.tensors.items()}
     kept = {number for inbox in inboxes for number in inbox.kept}
-    _move(collective, plan, tensors or received, source, kept)
+    _move(collective, plan, tensors or slots, source, kept)
     for part in parts:
         next(part, None)
 

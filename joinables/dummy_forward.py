@@ -89,9 +89,9 @@ class DummyForward:
             Whether the call is on an empty dummy, and other samples may replace it.
         """
         channel = self._channel
-        is_last = channel.step.may_be_last
-        if channel.step is not self._step:
-            self._step, self._number = channel.step, 0
+        is_last = channel.place.step.may_be_last
+        if channel.place.step is not self._step:
+            self._step, self._number = channel.place.step, 0
             if is_last:
                 self._calls = []
         self._number += 1
@@ -99,7 +99,7 @@ class DummyForward:
             with suppress(TypeError):  # which is raised again if a dummy needs these arguments
                 arguments = map_tensors(torch.Tensor.detach, arguments)  # without the graphs that produced them
             self._calls.append(arguments)
-        return channel.step.is_empty and not self._norms and has_empty_tensor(arguments)
+        return channel.place.step.is_empty and not self._norms and has_empty_tensor(arguments)
 
     def instead_of(self, arguments: Arguments) -> Arguments:
         """Return arguments for the current call, to replace the empty ones, which then receive gradients of 0."""
@@ -133,7 +133,7 @@ class DummyForward:
         """Copy the own tensors if a forward that begins is on a dummy, and does not evaluate other samples."""
         if self._parts:
             self._watch_parts()
-        step, trains = self._channel.step, self._module.training or torch.is_grad_enabled()
+        step, trains = self._channel.place.step, self._module.training or torch.is_grad_enabled()
         if step.is_dummy and (trains or not step.is_empty or has_empty_tensor(arguments)):
             self.keep()
 
@@ -161,14 +161,14 @@ class DummyForward:
 
     def begin_loop(self) -> None:
         """Record the own tensors that may be copied when the loop ends; called on all ranks in its first step."""
-        if self._channel.step.number > 1:
+        if self._channel.place.step.number > 1:
             return
         self._calls, self._changed, self.is_kept, self._at_start = [], set[str](), False, {}
         for own in self._own_tensors():
             for name, each in own.items():
                 if is_plain(each) and (self._compares or isinstance(each, torch.nn.Parameter)):
                     self._at_start[name] = _checksum(each) if self._compares else 0
-        if self._channel.step.is_dummy:
+        if self._channel.place.step.is_dummy:
             self._watch_parts()
 
     def synchronise(self, collective: Collective, source: int) -> None:
@@ -196,7 +196,7 @@ class DummyForward:
         self._parts = []
 
     def _before_part(self, part: torch.nn.Module, *_: Any) -> None:
-        if self._channel.step.is_dummy and not self.is_kept and (part.training or torch.is_grad_enabled()):
+        if self._channel.place.step.is_dummy and not self.is_kept and (part.training or torch.is_grad_enabled()):
             self.keep()
 
 

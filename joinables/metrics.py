@@ -131,7 +131,7 @@ class MetricAtEnd(Silent):
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         first = next(tensors, None)
         is_empty = first is not None and first.ndim > 0 and len(first) == 0
-        return None if self._channel.step.is_dummy or is_empty else method(*args, **kwargs)
+        return None if self._channel.place.step.is_dummy or is_empty else method(*args, **kwargs)
 
     @override
     def post_hook(self, is_last_joiner: bool) -> None:

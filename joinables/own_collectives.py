@@ -118,11 +118,11 @@ class ShardedModule(Announcing):
         self._check(module, args)
         channel, arguments = self._channel, (args, kwargs)
         self._is_replaced = False
-        watches = channel.step.is_dummy or channel.step.may_be_last
+        watches = channel.place.step.is_dummy or channel.place.step.may_be_last
         if channel.late_use is not None:
             channel.late_use = channel.late_use.called(arguments)
         if torch.is_grad_enabled():
-            self._enter_window(channel.step)
+            self._enter_window(channel.place.step)
         channel.announce(self)
         if not watches:
             return None
@@ -138,7 +138,7 @@ class ShardedModule(Announcing):
         self._unreduced = step.window if step.ends_window and not all(map(reduces, self._reducers)) else 0
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
-        if not self._channel.step.is_dummy or autograd.in_backward():
+        if not self._channel.place.step.is_dummy or autograd.in_backward():
             return None
         if self._dummy_forward.is_kept:
             self._dummy_forward.restore()
@@ -151,7 +151,7 @@ class ShardedModule(Announcing):
     def _gradient_enters(self, gradient: torch.Tensor) -> None:
         if not self._handles:  # they are removed when the block ends
             return
-        if not self._channel.step.in_loop:
+        if not self._channel.place.step.in_loop:
             refuse_backward_on_dummy(self._module)
         self._dummy_forward.keep_in_backward()
 
@@ -163,14 +163,14 @@ class ShardedModule(Announcing):
         SyncBatchNorm itself produces no such gradients. FSDP would then omit parameters from a reduction in
         which other ranks have them.
         """
-        if not self._channel.step.is_dummy:
+        if not self._channel.place.step.is_dummy:
             return output
         return output + sum(zero_of(tensor, output) for tensor in (*args, *norm.parameters()))
 
 
 def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -> None:
     """Raise a ``JoinError`` unless all ranks run the module, in the body of a loop over ``Join.iterate``."""
-    if channel.step.in_loop:
+    if channel.place.step.in_loop:
         return
     channel.end_left_loop()  # if a break ended the loop on this rank only, the other ranks leave it here, too
     raise JoinError(

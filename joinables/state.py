@@ -69,16 +69,16 @@ class OptimizerState(Silent):
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Check and count a step."""
         channel = self._channel
-        is_scaled = channel.step.in_loop and channel.scaling.in_use
+        is_scaled = channel.place.step.in_loop and channel.scaling.in_use
         if channel.roster.backwards and not is_scaled and autograd.backward_under_way() != -1:
             raise JoinError(
                 f"{self.join_name} stepped inside a backward, but Join multiplies the gradients of"
                 " DistributedDataParallel at its end. Step the optimizer after the backward, or loop over join.iterate"
                 " and call join.scale(loss).backward(). [J537]"
             )
-        if channel.step.in_loop and (channel.scaling.is_due or not channel.step.ends_window):
-            channel.scaling.refuse_step(self, channel.step)
-        if not channel.step.in_loop:
+        if channel.place.step.in_loop and (channel.scaling.is_due or not channel.place.step.ends_window):
+            channel.scaling.refuse_step(self, channel.place.step)
+        if not channel.place.step.in_loop:
             self.own_steps += 1
             return
         for group in self._optimizer.param_groups:
@@ -113,28 +113,28 @@ class OptimizerState(Silent):
 
     @override
     def exchange(self, source: int) -> Exchange:
-        optimizer, keeps = self._optimizer, self._channel.keeps_own_state
+        optimizer = self._optimizer
         groups, parameters = without_params(optimizer.param_groups), parameters_of(optimizer)
         states = self._states(parameters)
         shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
         why_not = unlike_others((groups, states)) or _first_unlike(parameters)
-        values: Mapping[str, Any] = self.equal_values() if keeps else {}
+        values: Mapping[str, Any] = self.equal_values() if self._collective.rank == source else {}
         counters = dict(numbers_in(optimizer).items() - self._entered_with.items())
         inbox = yield ([], {}) if why_not else (groups, states), (str(shapes), counters, values, bool(why_not))
         (their_groups, their_states), (their_shapes, counters, equal, refused) = inbox.skeleton
         if not (why_not or refused):
             why_not = self._why_not(states, their_states, str(shapes), their_shapes)
-        if not why_not and keeps:
-            ranks = {source: equal, self._collective.rank: values}
+        if not why_not and inbox.keeps:
+            ranks = {source: equal, self._collective.rank: self.equal_values()}
             why_not = differences({rank: [(self.join_name, held)] for rank, held in ranks.items()})
         if not (why_not or refused):
-            first, fill = next(iter(parameters), None), partial(inbox.fill, keeps=keeps)
+            first, fill = next(iter(parameters), None), partial(inbox.fill, keeps=inbox.keeps)
             likes = [next(iter(group["params"]), first) for group in optimizer.param_groups]
             groups = [fill(*group) for group in zip(their_groups, groups, likes, strict=True)]
             of_key = {key: parameters[key] if isinstance(key, int) else first for key in their_states}
             states = {key: fill(state, states.get(key), of_key[key]) for key, state in their_states.items()}
         yield why_not
-        if not keeps:
+        if not inbox.keeps:
             self._load(groups, states, parameters)
             vars(optimizer).update(counters)
 

@@ -123,8 +123,8 @@ class ZeroStep(Announcing):
         # A closure announces bursts inside the local step, so the announcement of the step follows afterwards.
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         channel = self._channel
-        if channel.step.in_loop and (channel.scaling.is_due or not channel.step.ends_window):
-            channel.scaling.refuse_step(self, channel.step)
+        if channel.place.step.in_loop and (channel.scaling.is_due or not channel.place.step.ends_window):
+            channel.scaling.refuse_step(self, channel.place.step)
         if not self._shadowing and not has_closure:
             self._announce()
 
@@ -134,13 +134,13 @@ class ZeroStep(Announcing):
         if not self.is_pending:
             self._announce()
         self.is_pending = False
-        if self._channel.step.in_loop:  # a rank that skipped a backward on a dummy may have received its result
+        if self._channel.place.step.in_loop:  # a rank that skipped a backward on a dummy may have received its result
             groups = self._zero.param_groups
             self._steps_in_loops += any(each.grad is not None for group in groups for each in group["params"])
         self._share_hyperparameters(active=True)
 
     def _announce(self) -> None:
-        if self._is_scaled and not self._channel.step.in_loop and self._collective.world_size > 1:
+        if self._is_scaled and not self._channel.place.step.in_loop and self._collective.world_size > 1:
             self._refuse(
                 f"The block lists a GradScaler and {self.join_name}. A rank that is out of data does not know the"
                 " scale, so it would step its shard on scaled gradients. Loop over join.iterate, or train without"
@@ -186,7 +186,7 @@ class ZeroStep(Announcing):
 
     def _send_hyperparameters(self, *, active: bool) -> None:
         is_leader = self._channel.headers.leader_for(self) == self._collective.rank
-        if len(self._zero.param_groups) != self._group_count and not self._channel.step.in_loop:
+        if len(self._zero.param_groups) != self._group_count and not self._channel.place.step.in_loop:
             self._refuse(
                 f"The loop added a parameter group to {self.join_name}, which ranks without data do not have. Add"
                 " it before the block, or loop over join.iterate. [J777]"

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
@@ -23,6 +23,21 @@ from join.failure.wait import every_rank, placed, places
 
 _LEAST_SECONDS = 0.01  # backends interpret 0 as their own time limit
 _PENDING = "The process group has a collective pending and cannot be used any more: restart from a checkpoint"
+
+
+class Closed(NamedTuple):
+    """Reason why a rank can announce nothing any more in the open blocks of a group.
+
+    Attributes:
+        cause: The reason, as a clause.
+        is_lost: Whether an operation of the group may be incomplete.
+    """
+
+    cause: str
+    is_lost: bool = True
+
+
+FORK = Closed("this process is a fork of the rank")
 
 
 class Guard:
@@ -47,10 +62,8 @@ class Guard:
     ) -> None:
         self.peers = Peers(collective, progress, self._leave_to_parent)
         """The other ranks."""
-        self.closed = ""
-        """Reason why nothing can be announced any more; "" if something can."""
-        self.is_lost = False
-        """Whether an operation of the group may be incomplete, after an exception."""
+        self.closed: Closed | None = None
+        """Reason why nothing can be announced any more; ``None`` if something can."""
         self.timeout: float | None = None
         """Seconds after which a rank that has not arrived is an error; ``None`` for no limit."""
         self.doing = ""
@@ -59,15 +72,18 @@ class Guard:
         """Number of the header that this rank waits for, or has waited for last."""
         self.is_connecting = False
         """Whether the ranks are connecting, so that a rank which does not answer is gone."""
-        self.is_fork = False
-        """Whether this process was forked from the rank, as its watch knows; an attribute, since each step reads it."""
         self._collective, self.progress, self._look_for_skipped = collective, progress, look_for_skipped
         self._arrived_at, self._busy_for = time.monotonic(), 0.0
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether an operation of the group may be incomplete, after an exception."""
+        return self.closed is not None and self.closed.is_lost
+
     def begin(self) -> None:
         """Begin to watch the other ranks; called when the first block of the group opens."""
-        self.is_fork = self.peers.watch.is_fork
-        if self.is_fork:
+        if self.peers.watch.is_fork:
+            self.closed = FORK
             self.raise_closed()
         if lost := self._collective.kept.lost:
             raise JoinError(
@@ -109,7 +125,7 @@ class Guard:
             JoinTimeoutError: If a rank does not arrive within ``timeout``, or another rank has waited for this one that
                 long.
         """
-        if self.is_fork:
+        if self.closed is FORK:
             self.raise_closed()  # the message is for the parent process
         try:
             if not work.is_completed():
@@ -230,25 +246,25 @@ class Guard:
 
     def raise_closed(self) -> NoReturn:
         """Raise a :class:`JoinError`, because nothing can be announced any more."""
-        if self.is_fork:
+        if self.closed is FORK:
             raise JoinError(
                 f"This process was forked from rank {self._collective.rank}, after a Join block had begun, so it is not"
                 " a rank. Train only in the process that entered the block, and use the fork for work without other"
                 " ranks. [J581]"
             )
+        cause = self.closed.cause if self.closed is not None else "it was left"
         raise JoinError(
-            f"The Join block has already ended ({self.closed}). Leave the with statement before you continue. [J063]"
+            f"The Join block has already ended ({cause}). Leave the with statement before you continue. [J063]"
         )
 
     def _leave_to_parent(self) -> None:
         """Do nothing more in the block, since this process is a fork of the rank."""
-        self.is_fork = self.is_lost = True
-        self.closed, self._collective.waiter = "this process is a fork", None
+        self.closed, self._collective.waiter = FORK, None
 
     def close_and_raise(self, error: JoinError) -> NoReturn:
         """Raise ``error``, which the other ranks raise or are informed of. Nothing can be announced afterwards."""
-        self.closed = described(error)
-        self.is_lost |= not isinstance(error, EarlyTerminationError)
+        if self.closed is not FORK:
+            self.closed = Closed(described(error), self.is_lost or not isinstance(error, EarlyTerminationError))
         raise error
 
     def post_and_raise(self, error: JoinError) -> NoReturn:
@@ -272,18 +288,19 @@ class Guard:
         Returns:
             The error to raise instead, if ``error`` is a consequence of another rank's failure.
         """
-        is_found = bool(self.closed) and isinstance(error, JoinError)  # while waiting; the search takes seconds
+        is_found = self.closed is not None and isinstance(error, JoinError)  # while waiting; the search takes seconds
         cause, closes = None if is_found else self.explain(error), False
-        if cause is None and not self.closed:
+        if cause is None and self.closed is None:
             closes = is_alone or not isinstance(error, JoinError)
-            self.closed, self.is_lost = f"this rank raised {type(error).__name__}", True
+            self.closed = Closed(f"this rank raised {type(error).__name__}")
             self.peers.post(error)
-        if self.is_lost and self._collective.world_size > 1:
+        closed = self.closed
+        if closed is not None and closed.is_lost and self._collective.world_size > 1:
             # Without this, code that handles the error waits for the device as soon as it reads a tensor.
             breaks = closes or is_broken(error)
             self._collective.abort(connections=breaks)
             if breaks or isinstance(cause or error, (PeerError, JoinTimeoutError)):
-                self._collective.kept.lost = self.closed
+                self._collective.kept.lost = closed.cause
         return cause
 
     def explain(self, error: BaseException) -> JoinError | None:
@@ -301,8 +318,7 @@ class Guard:
         elif cause is None and self.timeout is not None and is_broken(error, stores=False):
             cause = self.timeout_error(in_collective=True)  # the other ranks live, but some never call it
         if cause is not None:
-            self.closed = self.closed or described(cause)
-            self.is_lost = True
+            self.closed = self.closed if self.is_lost else Closed(described(cause))
         return cause
 
 

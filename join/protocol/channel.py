@@ -74,6 +74,46 @@ ONE_AT_A_TIME = (
 )
 
 
+class Phase(Enum):
+    """What this rank does in a block."""
+
+    PLAIN = auto()
+    """It runs the plain part of the block, and announces its bursts."""
+    READING = auto()
+    """A loop over ``Join.iterate`` has begun, and reads batches: before its first step, or between two steps."""
+    RUNNING = auto()
+    """It is in the body of a loop, in a step."""
+    LEFT = auto()
+    """It has left the body of a loop by ``break``, and waits for no other rank yet."""
+    ENDING = auto()
+    """It leaves the loop together with all ranks, or its block fails in the loop."""
+    DRAINING = auto()
+    """It has left the body of the block without an exception, and shadows the bursts of other ranks."""
+
+
+@dataclass(eq=False)
+class Place:
+    """Where this rank is in a block. ``Channel.place`` is the place in the innermost block.
+
+    A block that is entered in the body of a loop is a part of this body, so it has the place of the block around it.
+
+    Attributes:
+        phase: What this rank does.
+        step: The step of the loop that runs; while the loop reads, the step before. Outside, and after a ``break``, it
+            is ``PLAIN``. In a step, all ranks run all bursts themselves, so none is announced.
+        loop: The loop over ``Join.iterate`` that has begun last, even if it has ended.
+    """
+
+    phase: Phase = Phase.PLAIN
+    step: Step = PLAIN
+    loop: Lockstep | None = None
+
+    @property
+    def step_of_body(self) -> Step:
+        """The step in whose body this rank is; ``PLAIN`` if it is in none, as while a loop reads."""
+        return self.step if self.phase is Phase.RUNNING else PLAIN
+
+
 @dataclass(frozen=True)
 class Outcome:
     """End of a block.
@@ -82,11 +122,13 @@ class Outcome:
         even: Whether all ranks were out of data at the same time.
         last: Whether this rank was among the last with data.
         shadowed: Whether some ranks shadowed bursts of other ranks, so that their own state is out of date.
+        source: The rank whose state the other ranks receive.
     """
 
     even: bool
     last: bool
     shadowed: bool
+    source: int
 
 
 class Channel:
@@ -105,28 +147,16 @@ class Channel:
         self.messages = Messages(collective, self.guard)
         self.headers = Headers(collective, self.messages, self.guard, self.roster)
         self.scaling = Scaling()
-        self.loop: Lockstep | None = None
-        """The loop over ``Join.iterate`` that has begun and not ended on all ranks, if any."""
-        self.step = PLAIN
-        """The step in whose body this rank is, or was before it read; ``PLAIN`` outside, and after a ``break``."""
+        self.place = Place()
+        """Where this rank is in the innermost block."""
         self.loops = 0
         """The number of loops over ``Join.iterate`` that have begun on this channel."""
         self.late_use: LateUse | None = None
         """The search for a consumer that reads ahead of the loop body, during a loop and after it; ``None`` if there
         is no such consumer."""
-        self.has_run_out = False
-        """Whether this rank has left the body of a block without an exception and shadows the bursts of other ranks."""
-        self.keeps_own_state = True
-        """Whether this rank was among the last with data, or made the most steps; set at the end of a block."""
+        self._places: dict[Scope, Place] = {}  # of all open blocks, the innermost last
         self._outstanding: list[Member] = []  # the followers that have not acted since the last announcement
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
-        self._last_place = Progress()  # this rank's progress at the end of the last loop
-        self._last_step = PLAIN  # the last step of that loop in which a rank had data
-
-    @property
-    def in_step(self) -> bool:
-        """Whether this rank runs the body of a loop, on a batch or a dummy: not while the loop begins, or reads."""
-        return self.loop is not None and self.loop.phase is Phase.RUNNING
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -156,6 +186,8 @@ class Channel:
         if not self.headers.last.is_applied:
             self.headers.apply(self.headers.last)
         self._set_roster(Roster((*self.roster.scopes, scope), self.collective.world_size))
+        outer = self.place
+        self.place = self._places[scope] = outer if outer.step.in_loop else Place(loop=outer.loop)
 
     def agree(self) -> None:
         """Take the lines that carry messages, which the first call for a group sets up on all ranks."""
@@ -168,10 +200,9 @@ class Channel:
 
     def close(self, scope: Scope) -> None:
         """Remove the members of a block that is left."""
-        self.has_run_out = False  # a block around this one may continue
-        if self.loop is not None and self.loop.phase is Phase.OVER:  # with an error
-            self.loop, self.step = None, PLAIN
-        scopes = tuple(other for other in self.roster.scopes if other is not scope)
+        self._places.pop(scope, None)
+        scopes = tuple(self._places)
+        self.place = self._places[scopes[-1]] if scopes else Place()
         self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
         self.messages.resize(header=self.roster.code.bits)
         for member in scope.announcing:  # otherwise they and the last header refer to each other
@@ -188,26 +219,30 @@ class Channel:
 
     def _look_for_skipped(self) -> None:
         """Raise an error if this rank, which waits, has skipped a burst that other ranks run in a loop."""
-        if self.loop is not None:
-            self.loop.progress.look_for_skipped(self.guard.peers.ask())
+        place = self.place
+        if place.loop is not None and place.step.in_loop:
+            place.loop.progress.look_for_skipped(self.guard.peers.ask())
 
     def progress(self) -> Progress:
         """Return the progress of this rank, for other ranks that wait for it; called in another thread."""
-        headers, loop = self.headers.tally.headers, self.loop
-        place = self._last_place if loop is None else loop.progress.place()
+        headers, place = self.headers.tally.headers, self.place
+        loop, phase = place.loop, place.phase
+        reached = Progress() if loop is None else loop.progress.place()
         announcer = self.headers.last.member
         doing = "has announced nothing" if announcer is None else f"announced {announcer.joinable.join_name}"
-        doing = f"{'is out of data' if self.has_run_out else doing} (header {headers})"
-        where = "" if loop is None else f"in step {place.step} of join.iterate" if place.step else "begins join.iterate"
-        if loop is not None and (place.left or loop.phase is Phase.LEFT):
-            where = f"left join.iterate in step {place.step}"
+        doing = f"{'is out of data' if phase is Phase.DRAINING else doing} (header {headers})"
+        where = ""
+        if phase is Phase.LEFT or (reached.left and phase is Phase.ENDING):
+            where = f"left join.iterate in step {reached.step}"
+        elif place.step.in_loop:
+            where = f"in step {reached.step} of join.iterate" if reached.step else "begins join.iterate"
         if self.guard.doing:
             where = f"{self.guard.doing.partition(' with ')[0]}, waits for the others"
-        elif self.has_run_out:
-            steps = self._last_place.step or max((each.steps for each in self.roster.announcing), default=0)
+        elif phase is Phase.DRAINING:
+            steps = reached.step or max((each.steps for each in self.roster.announcing), default=0)
             since = f" since step {steps}" if steps else ""
             where = f"out of data{since}, waits for the others at the end of the block"
-        return place._replace(headers=headers, doing=self.guard.doing or doing, place=where)
+        return reached._replace(headers=headers, doing=self.guard.doing or doing, place=where)
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
@@ -240,13 +275,13 @@ class Channel:
             self.prepare(joinable, "the next burst was announced")
             self._outstanding = list(member.followers)
         member.steps += 1
-        headers, loop, step = self.headers, self.loop, self.step
-        if loop is not None:  # all ranks run the burst, and can compute the contents of the header
+        headers, loop, step = self.headers, self.place.loop, self.place.step
+        if loop is not None and step.in_loop:  # all ranks run the burst, and can compute the contents of the header
             if not member.burst.interjects:
                 loop.progress.bursts, loop.progress.last_member = loop.progress.bursts + 1, member
             if self.guard.timeout is not None:
                 loop.wait_for_all(f"announced {joinable.join_name} in step {step.number} of join.iterate")
-            headers.set_announced_by_all(index, step.first_with_data)
+            headers.set_announced_by_all(index)
             return DONE
         work = headers.send((), index)
         if index != headers.last.expected or self.roster.throws:
@@ -276,7 +311,7 @@ class Channel:
             if member.joinable is joinable:
                 self._outstanding.remove(member)
                 return
-        if self.loop is None:  # in a loop, the body may skip followers
+        if not self.place.step.in_loop:  # in a loop, the body may skip followers
             reason = (
                 f"{joinable.join_name} notified, but the joinable that it follows in the list had announced no burst."
                 " Call notify_join_context in it once after each burst of that joinable, put it first in the list, or"
@@ -323,13 +358,13 @@ class Channel:
         """
         if self.guard.closed:
             self.guard.raise_closed()
-        if self.loop is not None and not self.step.in_loop:
-            self.loop.leave()
+        if self.place.phase is Phase.LEFT:
+            self.end_left_loop()
         for burst in self.roster.may_be_pending:
             if burst.is_pending and burst is not but:
                 self.flush(but)  # runs all pending bursts; the loop is here, too, to save this call in most steps
                 break
-        if event and self._outstanding and self.loop is None:  # the body of a loop may skip followers
+        if event and self._outstanding and not self.place.step.in_loop:  # the body of a loop may skip followers
             self._refuse_missing(event)
         headers = self.headers
         if headers.depth > 1:
@@ -372,17 +407,20 @@ class Channel:
             ProtocolError: If active ranks announced different bursts.
             JoinTimeoutError: If a rank does not arrive within ``timeout``.
         """
-        if self.loop is not None and self.step.in_loop:  # of a block around this one: no burst is shadowed in its body
-            self.loop.meet()
-        self.has_run_out = True
+        self.end_left_loop()
+        place, loop = self.place, self.place.loop
+        if loop is not None and place.step.in_loop:  # of a block around this one: no burst is shadowed in its body
+            loop.meet()
+        else:
+            place.phase = Phase.DRAINING
         self.prepare(event="the block ended")
-        step, headers = self._last_step, self.headers.tally.headers
-        outcome, is_uneven = self._shadow_all(), 0 < step.contributors < self.collective.world_size
-        if not (is_uneven and outcome.even) or headers > self._last_place.headers:
-            return outcome
-        # Nothing followed an uneven loop, in which every rank has made every step, on dummies if it had no data.
-        self.headers.leader = step.first_with_data
-        return Outcome(even=False, last=not step.is_dummy, shadowed=False)
+        headers, outcome = self.headers.tally.headers, self._shadow_all()
+        # If nothing followed an uneven loop, every rank has made every step, on dummies if it had no data.
+        if loop is not None and outcome.even and headers == loop.ended_at_header:
+            step = loop.last_with_data
+            if 0 < step.contributors < self.collective.world_size:
+                return Outcome(even=False, last=not step.is_dummy, shadowed=False, source=step.first_with_data)
+        return outcome
 
     def _shadow_all(self) -> Outcome:
         headers = self.headers
@@ -394,7 +432,7 @@ class Channel:
                 headers.last.is_applied = True
                 headers.apply_before()
                 even = header.fresh == self.collective.world_size
-                return Outcome(even=even, last=fresh, shadowed=not even)
+                return Outcome(even=even, last=fresh, shadowed=not even, source=headers.leader)
             if throws:
                 self.guard.raise_early_termination(exhausted=True)
             fresh = False
@@ -431,19 +469,19 @@ class Channel:
         self.loops += 1
         self.late_use = LateUse(self.collective.rank)
         self._outstanding = []
-        self.loop, self.step = loop, loop.step
+        self.headers.leader = 0  # all ranks have begun the loop
+        self.place.phase, self.place.step, self.place.loop = Phase.READING, loop.step, loop
 
     def exit_loop(self, loop: Lockstep) -> None:
         """Continue with the plain part of the block, after a loop that has ended on all ranks."""
-        self._last_place = loop.progress.place()._replace(headers=self.headers.tally.headers)
+        loop.ended_at_header = self.headers.tally.headers
         loop.progress.last_member = None  # it refers to a module, and the loop may outlive the block
-        self._last_step = loop.last_with_data
         self.headers.leader = 0  # in the rest of the block, which all ranks reach
         self.messages.resize(loop=WORD)
         if self.late_use is not None:
             self.late_use.end_loop(loop.step)
         self._outstanding = []  # in a loop, the body may skip followers
-        self.loop, self.step = None, PLAIN
+        self.place.phase, self.place.step = Phase.PLAIN, PLAIN
 
     def check_same(self, doing: str, parts: Sequence[str] = (), values: Values = (), *, vote: bool = False) -> bool:
         """Check that all ranks do the same, with the same arguments and values.
@@ -482,25 +520,8 @@ class Channel:
 
     def end_left_loop(self) -> None:
         """Leave the loop that this rank has left by ``break``, if any, together with all other ranks."""
-        if self.loop is not None and not self.step.in_loop:
-            self.loop.leave()
-
-
-class Phase(Enum):
-    """State of a loop."""
-
-    NEW = auto()
-    """The loop has not begun, and has sent nothing."""
-    READING = auto()
-    """The loop reads batches: before its first step, and between two steps."""
-    RUNNING = auto()
-    """This rank is in the loop body, in a step."""
-    LEFT = auto()
-    """This rank has left the loop body by ``break``, and waits for no other rank yet."""
-    OVER = auto()
-    """The loop yields no more on this rank: it has ended, ``leave`` ends it, or its block fails."""
-    SUPERSEDED = auto()
-    """Another loop has begun in the middle of this one."""
+        if self.place.phase is Phase.LEFT and self.place.loop is not None:
+            self.place.loop.leave()
 
 
 class Lockstep(ABC):
@@ -514,10 +535,13 @@ class Lockstep(ABC):
 
     progress: LoopProgress  # set when the loop begins
     """The progress of this rank in the loop."""
+    place: Place | None = None
+    """The place in the block in which the loop has begun; ``None`` before."""
+    ended_at_header: int = -1
+    """The number of headers that this rank had sent when the loop ended on all ranks."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self._guard = channel, channel.guard
-        self.phase = Phase.NEW
         self.step = self.last_with_data = PLAIN
         """The current step, and the last step in which a rank had data."""
 
@@ -532,7 +556,7 @@ class Lockstep(ABC):
         channel, collective = self.channel, self.channel.collective
         if self._guard.closed:
             self._guard.raise_closed()
-        if channel.step.in_loop:
+        if channel.place.step.in_loop:
             raise JoinError(ONE_AT_A_TIME)
         channel.prepare(event="a loop over join.iterate began")
         header = channel.headers.send_and_read([], active=True)
@@ -550,7 +574,7 @@ class Lockstep(ABC):
             )
         channel.prepare()
         self.progress = LoopProgress(collective, channel.loops + 1)
-        self.step, self.phase = Step(in_loop=True, contributors=collective.world_size), Phase.READING
+        self.step, self.place = Step(in_loop=True, contributors=collective.world_size), channel.place
         channel.enter_loop(self)
 
     def wait_for_all(self, doing: str, vote: bool = False) -> bool:

@@ -59,7 +59,7 @@ import torch
 from join.collectives import Collective, Sum
 from join.collectives._torch_private import profiled
 from join.errors import ProtocolError, described
-from join.failure.guard import Guard
+from join.failure.guard import Closed, Guard
 from join.joinable import Burst, Joinable, JoinHook, NothingListed
 from join.protocol.messages import Message, Messages
 
@@ -348,7 +348,7 @@ class Headers:
         self.use(roster)
         self.tally = Tally()
         self.leader = 0
-        """The rank whose values apply to all ranks: the lowest active rank; after a block, the last joiner."""
+        """The lowest rank with data: the lowest active rank, or in a loop the lowest with a batch in the last step."""
         self.last = SentHeader()
         self.depth = 1
         """The number of headers that may be sent before the first of them is read."""
@@ -379,7 +379,7 @@ class Headers:
             except ProtocolError as error:
                 # All ranks raise the error here, before they send anything else. So the group is not lost, as after
                 # ``close_and_raise``.
-                self._guard.closed = described(error)
+                self._guard.closed = Closed(described(error), is_lost=False)
                 raise
 
     # -- sending ------------------------------------------------------------------------------------------------------
@@ -442,16 +442,13 @@ class Headers:
         self.tally.nbytes += work.nbytes
         return work
 
-    def set_announced_by_all(self, index: int, leader: int) -> None:
+    def set_announced_by_all(self, index: int) -> None:
         """Set the last header without sending one, for a burst that all ranks are known to run now.
 
         Args:
             index: The index of the member whose burst it is.
-            leader: The lowest rank that has data.
         """
         member, code = self.roster.announcing[index], self.roster.code
-        if self.roster.tracks_leader:
-            self.leader = leader
         total = code.ones[LEADER] + self._world_size * (code.ones[ACTIVE] + code.ones[code.offsets[index]])
         member.announced_in = self.last = SentHeader(member=member, header=code.unpack(total), leader=self.leader)
 

@@ -97,7 +97,9 @@ class BufferSync(DDPBurst):
             self._all_changed = self._all_had_data and (self._all_changed or not self._changed)
             self._changed = changed
         channel = self._channel
-        self._all_had_data = not channel.step.in_loop or channel.step.contributors == self._collective.world_size
+        self._all_had_data = (
+            not channel.place.step.in_loop or channel.place.step.contributors == self._collective.world_size
+        )
 
     def _shapes_now(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -144,7 +146,7 @@ class BufferSync(DDPBurst):
         Raises:
             ProtocolError: If they changed on some of the active ranks, or in a loop while a rank had no data.
         """
-        if self._channel.step.in_loop:
+        if self._channel.place.step.in_loop:
             if not self._all_changed:
                 self._refuse_shapes("while another rank had no data")
             self._changed, self._shapes = [], self._shapes_now()

@@ -132,7 +132,7 @@ class Forwards:
             channel.scaling.flows = False
         if self.norms and any(norm.training for norm in self.norms.values()):
             refuse_in_plain_block(self._ddp, "which contains SyncBatchNorm in training mode", channel)
-        watches = channel.step.is_dummy or channel.step.may_be_last
+        watches = channel.place.step.is_dummy or channel.place.step.may_be_last
         if channel.late_use is not None:
             channel.late_use = channel.late_use.called(arguments)
         if self._buffers is not None:
@@ -165,7 +165,7 @@ class Forwards:
         self.reduces_next |= synchronises
         if synchronises and self._ddp.find_unused_parameters:
             self._outputs = [ref(tensor) for tensor in outputs]
-        hook = partial(self._gradient_enters, synchronises, self._channel.step)
+        hook = partial(self._gradient_enters, synchronises, self._channel.place.step)
         for tensor in outputs:
             handle = on_gradient(tensor, hook)
             if tensor.is_leaf:  # the user's own tensor, returned unchanged, outlives the graph
@@ -185,7 +185,7 @@ class Forwards:
         """
         if "_channel" not in vars(self):  # the block has ended, and this is an ordinary DDP module
             return
-        current = self._channel.step
+        current = self._channel.place.step
         if step.is_dummy:
             if not current.in_loop:
                 refuse_backward_on_dummy(cast("object", self._ddp.module))

@@ -98,7 +98,7 @@ class OverRanksWithData(Mean):
 
     @override
     def factor(self) -> float:
-        return self._world_size / self._channel.step.contributors
+        return self._world_size / self._channel.place.step.contributors
 
 
 class OnDummy(OverRanksWithData):
@@ -199,7 +199,7 @@ class Means:
 
     def choose(self) -> Mean:
         """Return the mean of the current forward or backward."""
-        channel, step = self._channel, self._channel.step
+        channel, step = self._channel, self._channel.place.step
         if not step.in_loop:
             return self.unweighted if self.scope.weight is None else self._weighted
         if self.over_all_ranks or channel.scaling.in_use or not 0 < step.contributors < channel.collective.world_size:

@@ -91,7 +91,7 @@ class UsedParameters:
             autograd.hook_gradients(self._parameters, self._handles, lambda index: partial(self._mark_used, index))
 
     def _mark_used(self, index: int, gradient: torch.Tensor) -> None:
-        if self._handles and not self._channel.step.is_dummy:
+        if self._handles and not self._channel.place.step.is_dummy:
             self._used[index] = 1
 
     def begin_window(self) -> None:

@@ -40,6 +40,7 @@ from typing_extensions import override
 
 from join import Burst, Join, Joinable, JoinError, JoinHook, ProtocolError
 from join.collectives._torch_private import are_zero, writes_to
+from join.protocol.channel import Phase
 from join.scaling import refuse_unreduced, refuse_weight
 from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
@@ -230,13 +231,13 @@ class GradientSync(DDPBurst):
     def _begin_forward(self) -> None:
         """Announce the backward if it is due now, and synchronise buffers; called before a forward with grad."""
         channel, buffers = self._channel, self._buffers
-        if channel.loop is not None and not channel.step.in_loop:
-            channel.loop.leave()  # not later: the end of the loop writes to buffers that this forward saves
+        if channel.place.phase is Phase.LEFT:
+            channel.end_left_loop()  # not later: the end of the loop writes to buffers that this forward saves
         window = self._memory.window
         if self._ddp.find_unused_parameters:
             if have_none(self._parameters) and not self._forwards.reduces_next:
                 reducer.forget_use(self._ddp)
-            if channel.step.in_loop:
+            if channel.place.step.in_loop:
                 self._used.watch()
         if not self._ddp.require_backward_grad_sync or self.is_pending:
             return
@@ -246,7 +247,7 @@ class GradientSync(DDPBurst):
         # the buffers need one in the forward anyway. In a loop nothing is sent, and a backward that this rank skips
         # stays pending since its forward.
         early = channel.roster.early is self
-        if early and not channel.step.in_loop:
+        if early and not channel.place.step.in_loop:
             if not self._means.unweighted.may_recount:
                 early = buffers is not None
             else:
@@ -277,9 +278,9 @@ class GradientSync(DDPBurst):
             JoinError: If the weight or the scaling of the loss does not match the forward or the rest of the window.
         """
         channel = self._channel
-        if channel.loop is not None and not channel.step.in_loop:
-            channel.loop.leave()
-        window, in_loop = self._memory.window, channel.step.in_loop
+        if channel.place.phase is Phase.LEFT:
+            channel.end_left_loop()
+        window, in_loop = self._memory.window, channel.place.step.in_loop
         if window.sample is not None:
             self._notice_own_step()
         for other in self._means.sharing:
@@ -287,7 +288,7 @@ class GradientSync(DDPBurst):
         if in_loop or window.backwards or window.number:
             window = self._enter_window()
         if in_loop:
-            weight = channel.step.weight
+            weight = channel.place.step.weight
             if channel.scaling.in_use is not channel.scaling.flows:
                 self._check_scaling()
         else:
@@ -322,7 +323,7 @@ class GradientSync(DDPBurst):
 
     def _refuse_shared_backward(self, other: Burst) -> None:
         """Refuse a backward through two modules that share a parameter, unless reductions leave a mean as it is."""
-        is_mean = self._channel.step.in_loop and (self._channel.scaling.flows or self._means.over_all_ranks)
+        is_mean = self._channel.place.step.in_loop and (self._channel.scaling.flows or self._means.over_all_ranks)
         if not is_mean and memory_of(other.join_target).backward == self._memory.backward:
             #: Or loop over `join.iterate`, and call `join.scale(loss).backward()`.
             raise JoinError(
@@ -354,7 +355,7 @@ class GradientSync(DDPBurst):
         memory, channel = self._memory, self._channel
         if (memory.window.backwards or memory.window.number) and memory.window.was_zeroed(self._parameters):
             memory.window = Window()
-        window, step = memory.window, channel.step
+        window, step = memory.window, channel.place.step
         if window.number != step.window:
             if window.backwards:
                 refuse_unreduced(self.join_name)
@@ -501,14 +502,15 @@ class GradientSync(DDPBurst):
         """
         self.is_pending = False
         channel, memory = self._channel, self._memory
-        if channel.step.in_loop or memory.window.is_earlier:
+        if channel.place.step.in_loop or memory.window.is_earlier:
             self._enter_window()
-        if channel.step.in_loop:
+        if channel.place.step.in_loop:
             self._mean = self._means.choose()
         elif self._mean is not self._means.agreed:
             self._mean = self._means.agree()
         window, gradients = memory.window, [parameter.grad for parameter in self._parameters]
-        has_data = window.backwards > 0 or not (channel.step.is_dummy or channel.has_run_out)
+        is_joined = channel.place.phase is Phase.DRAINING
+        has_data = window.backwards > 0 or not (channel.place.step.is_dummy or is_joined)
         takes_result = not has_data and have_none(self._parameters)
         if self._ddp.gradient_as_bucket_view:  # the reduction writes its result into these tensors
             gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
@@ -525,7 +527,7 @@ class GradientSync(DDPBurst):
         if not has_result:  # perhaps all ranks have skipped the backward, so gradients of before stay unreduced
             memory.window = window
         self._forwards.reduces_next = False
-        if has_result and has_data and not channel.has_run_out:
+        if has_result and has_data and not is_joined:
             reason = (
                 f"Rank {self._collective.rank} skipped {self.join_name}, but other ranks ran it, so this rank has no"
                 " gradients where they have some. Skip it on all ranks or on none: agree by an all-reduce, or multiply"

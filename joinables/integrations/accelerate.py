@@ -367,13 +367,13 @@ def reducing_losses(accelerator: Any, join: Join) -> Generator[Callable[..., Any
 
     def backward(loss: Any, **named: Any) -> None:
         run_backward(loss, **named)
-        step = join.channel.step
+        step = join.channel.place.step
         losses[:] = [*(each for each in losses if each[0] is step), (step, loss.detach().clone())]
 
     def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         if tensor is accelerator.flag_tensor:  # set_trigger passes it, on any rank
             return as_usual(tensor, reduction, scale)
-        step, values = join.channel.step, tensors_in(tensor)
+        step, values = join.channel.place.step, tensors_in(tensor)
         own = [loss for each, loss in losses if each is step]
         are_losses = bool(values) and all(any(_equals(value, loss) for loss in own) for value in values)
         on_all_ranks = torch.tensor(int(are_losses), device="cpu")
@@ -423,7 +423,7 @@ def counting_no_dummies(
     state = cast("object", accelerator.gradient_state)
 
     def is_at_end(_: object) -> bool:
-        in_step = join.channel.in_step and not evaluates()
+        in_step = join.channel.place.step_of_body.in_loop and not evaluates()
         return join.is_last_step if in_step else cast("Any", state).end_of_dataloader
 
     # All objects of Accelerate's class share their attributes, so this object of a subclass has the same ones.
@@ -444,7 +444,7 @@ def counting_no_dummies(
     def in_loop(name: str, call: Callable[..., Any], own: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if evaluates():
             return own(*args, **named)
-        if not join.channel.in_step:
+        if not join.channel.place.step_of_body.in_loop:
             raise JoinError(
                 f"Ranks without data call accelerator.{name} only in the body of a loop over join.iterate. Use such a"
                 " loop, or make the call after the block. [J116]"
@@ -485,10 +485,11 @@ def gather_rows(join: Join, data: Any, samples: int = 0) -> Any:
     ranks, *told = zip(*gather_trees(join.collective, (rows, lone, samples)), strict=True)
     if min(told[1]) > 1 and any(map(all, zip(*told[0], strict=True))):
         raise JoinError(
-            f"accelerator.gather_for_metrics got one number as a row on each rank in step {join.channel.step.number},"
-            f" but the batches have {min(told[1])} samples or more. A sum of your own would lack the rows of ranks"
-            " without data. Add such sums by torch.distributed.all_reduce. To divide losses by a sum, let them be means"
-            " and pass join.iterate(weigh=function). For a value of the batch, pass a tensor without dimensions. [J765]"
+            "accelerator.gather_for_metrics got one number as a row on each rank in step"
+            f" {join.channel.place.step.number}, but the batches have {min(told[1])} samples or more. A sum of your own"
+            " would lack the rows of ranks without data. Add such sums by torch.distributed.all_reduce. To divide"
+            " losses by a sum, let them be means and pass join.iterate(weigh=function). For a value of the batch, pass"
+            " a tensor without dimensions. [J765]"
         )
     return pytree.tree_unflatten(
         [torch.cat(parts).to(leaf.device) for leaf, *parts in zip(leaves, *ranks, strict=True)], spec

@@ -296,7 +296,7 @@ class JoinTrainerMixin(_Base):
         if num_items_in_batch is None:  # the mean over ranks then equals the mean over their micro-batches
             self.current_gradient_accumulation_steps = self._batches_per_rank
         join, logged = self._windows.join, getattr(self, "_metrics", None)  # these are numbers that TRL logs
-        only_fills = logged is not None and not join.channel.step.contributors
+        only_fills = logged is not None and not join.channel.place.step.contributors
         with (
             counting_no_dummies(self.accelerator, join, gather=partial(self._gather, join)),
             scaling_losses(self.accelerator, join),
@@ -309,7 +309,7 @@ class JoinTrainerMixin(_Base):
         """Return the rows of data of all ranks, if the Trainer only logs them."""
         names = [base.__name__ for base in type(self).__mro__ if not issubclass(base, JoinTrainerMixin)]
         if not LOG_ONLY.isdisjoint(names):
-            return gather_rows(join, tensor) if join.channel.step.contributors else tensor
+            return gather_rows(join, tensor) if join.channel.place.step.contributors else tensor
         raise JoinError(
             f"{names[0]} calls accelerator.gather in a step, which would return rows of dummies too. Of TRL's trainers,"
             " JoinTrainerMixin works with SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer. In a subclass of your"

@@ -200,21 +200,21 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "if self.phase in (Phase.READING, Phase.RUNNING):  # after a break",
+        "if self.is_open and place is not None:  # after a break",
         "if False:  # after a break",
         "tests/join/loop/test_state.py::test_after_a_loop_a_block_is_plain",
     ),
     Mutant(
         "join/loop.py",
-        "            self.phase = Phase.READING\n",
+        "            place.phase = Phase.READING\n",
         "",
         "tests/join/loop/test_loop.py::test_no_step_is_current_while_a_loop_reads",
     ),
     # -- the channel ---------------------------------------------------------------------------------------------------
     Mutant(
         "join/protocol/channel.py",
-        "            self.loop, self.step = None, PLAIN\n        scopes",
-        "            pass\n        scopes",
+        "self.place = self._places[scopes[-1]] if scopes",
+        "self.place = self.place if scopes",
         "tests/join/loop/test_state.py::test_a_block_around_a_block_whose_loop_failed_is_plain",
     ),
     Mutant(
@@ -225,20 +225,20 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "self.has_run_out = False  # a block around",
-        "pass  # a block around",
+        "self.place = self._places[scopes[-1]] if scopes",
+        "self.place = self.place if scopes",
         "tests/join/protocol/test_nested.py::test_a_rank_that_has_left_an_inner_block_has_data",
     ),
     Mutant(
         "join/protocol/channel.py",
-        " or headers > self._last_place.headers:",
+        " and headers == loop.ended_at_header:",
         ":",
         "tests/join/loop/test_loop.py::test_what_a_loop_leaves_to_the_rest_of_its_block",
     ),
     Mutant(
         "join/protocol/channel.py",
-        "        self.headers.leader = step.first_with_data\n",
-        "",
+        "shadowed=False, source=step.first_with_data)",
+        "shadowed=False, source=outcome.source)",
         "tests/join/loop/test_loop.py::test_what_a_loop_leaves_to_the_rest_of_its_block",
     ),
     Mutant(
@@ -291,8 +291,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "return Outcome(even=False, last=not step.is_dummy, shadowed=False)",
-        "return Outcome(even=False, last=not step.is_dummy, shadowed=True)",
+        "last=not step.is_dummy, shadowed=False, source",
+        "last=not step.is_dummy, shadowed=True, source",
         "tests/join/loop/test_steps.py::test_no_state_is_copied_after_an_uneven_loop",
     ),
     Mutant(
@@ -400,7 +400,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "                self._guard.closed = described(error)\n",
+        "                self._guard.closed = Closed(described(error), is_lost=False)\n",
         "",
         "tests/join/protocol/test_nested.py::test_a_block_whose_lists_differ_announces_nothing_more",
     ),
@@ -522,14 +522,14 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "headers.leader = next(rank for rank, end in enumerate(ends) if end.last)",
-        "pass",
+        "replace(outcome, source=next(rank for rank, end in enumerate(ends) if end.last))",
+        "outcome",
         "tests/join/loop/test_steps.py::test_all_state_is_copied_after_an_uneven_plain_loop",
     ),
     Mutant(
         "join/block.py",
-        "            self.channel.keeps_own_state = outcome.last\n",
-        "",
+        ", outcome.last\n",
+        ", True\n",
         "tests/joinables/test_state.py::test_state_comes_from_the_last_joiner",
     ),
     Mutant(
@@ -558,8 +558,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "headers.leader = max(range(len(ends)), key=lambda rank: ends[rank].total_steps)",
-        "pass",
+        "max(range(len(ends)), key=lambda rank: ends[rank].total_steps)",
+        "outcome.source",
         "tests/joinables/ddp/test_even_blocks.py::test_ranks_that_differ_in_local_steps_are_uneven",
     ),
     # -- Join ----------------------------------------------------------------------------------------------------------
@@ -762,8 +762,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/guard.py",
-        "self.is_lost |= not isinstance(error, EarlyTerminationError)",
-        "self.is_lost = True",
+        "self.is_lost or not isinstance(error, EarlyTerminationError)",
+        "True",
         "tests/join/failure/test_connections.py::test_early_termination_leaves_the_group_whole",
     ),
     Mutant(
@@ -967,7 +967,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "        elif phase is Phase.SUPERSEDED:",
+        "        elif self.is_superseded:",
         "        elif False:",
         "tests/join/test_alone.py::test_a_loop_inside_a_loop",
     ),
@@ -1100,7 +1100,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            self.loop.meet()\n",
+        "            loop.meet()\n",
         "            pass\n",
         "tests/join/protocol/test_nested.py::test_an_uneven_block_in_the_body_of_a_loop",
     ),

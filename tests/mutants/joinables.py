@@ -8,7 +8,7 @@ MUTANTS = [
     # -- reductions ----------------------------------------------------------------------------------------------------
     Mutant(
         "joinables/ddp/reduction.py",
-        "            channel.loop.leave()  # not later",
+        "            channel.end_left_loop()  # not later",
         "            pass  # not later",
         "tests/joinables/ddp/test_buffers.py::test_a_loop_that_was_left_ends_before_the_next_forward",
     ),
@@ -32,7 +32,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "if has_result and has_data and not channel.has_run_out:",
+        "if has_result and has_data and not is_joined:",
         "if False:",
         "tests/join/failure/test_training.py::test_in_a_loop_in_lockstep_it_is_an_error_for_all",
     ),
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/parameters.py",
-        "if self._handles and not self._channel.step.is_dummy:",
+        "if self._handles and not self._channel.place.step.is_dummy:",
         "if self._handles:",
         "tests/join/loop/test_training.py::test_what_only_dummies_used_has_no_gradient_after_a_backward_that_all_skip",
     ),
@@ -275,7 +275,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/zero.py",
-        "if self._is_scaled and not self._channel.step.in_loop and",
+        "if self._is_scaled and not self._channel.place.step.in_loop and",
         "if self._is_scaled and",
         "tests/joinables/test_zero.py::test_a_gradient_scaler_that_every_rank_steps_or_none",
     ),
@@ -409,7 +409,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/state.py",
-        "        if not why_not and keeps:\n",
+        "        if not why_not and inbox.keeps:\n",
         "        if False:\n",
         "tests/joinables/test_state.py::test_ranks_that_differ_are_named",
     ),
@@ -481,7 +481,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/state.py",
-        "        if not channel.step.in_loop:\n            self.own_steps += 1",
+        "        if not channel.place.step.in_loop:\n            self.own_steps += 1",
         "        if True:\n            self.own_steps += 1",
         "tests/joinables/test_state_at_end.py::test_a_step_without_gradients_does_not_count",
     ),
@@ -506,7 +506,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/own_collectives.py",
-        "        if not self._channel.step.in_loop:\n            refuse_backward_on_dummy(self._module)\n",
+        "        if not self._channel.place.step.in_loop:\n            refuse_backward_on_dummy(self._module)\n",
         "",
         "tests/join/failure/test_training.py::test_a_backward_after_the_loop_in_which_its_forward_ran_on_a_dummy",
     ),
@@ -531,7 +531,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/dummy_forward.py",
-        "is_last = channel.step.may_be_last",
+        "is_last = channel.place.step.may_be_last",
         "is_last = False",
         "tests/joinables/test_dummy_calls.py::test_each_call_on_a_dummy_runs_as_in_the_last_step_with_data",
     ),
@@ -574,13 +574,13 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/metrics.py",
-        "self._channel.step.is_dummy or is_empty",
-        "self._channel.step.is_dummy",
+        "self._channel.place.step.is_dummy or is_empty",
+        "self._channel.place.step.is_dummy",
         "tests/joinables/metrics/test_metric.py::test_batches_without_samples_are_skipped",
     ),
     Mutant(
         "joinables/metrics.py",
-        "self._channel.step.is_dummy or is_empty",
+        "self._channel.place.step.is_dummy or is_empty",
         "is_empty",
         "tests/joinables/metrics/test_metric.py::test_dummies_do_not_count",
     ),

@@ -50,10 +50,11 @@ class Reached:
         if event == "line":
             self._sent.add((frame.f_code.co_filename, frame.f_lineno))
         owner = frame.f_locals.get("self")
-        attributes: dict[str, Any] = getattr(owner, "__dict__", {})
-        for name, value in attributes.items() if type(owner).__module__ in self._names else ():
-            if isinstance(value, (bool, Enum)):
-                self._values[type(owner).__name__, name].add(value)
+        for each in (owner, getattr(owner, "place", None)):
+            attributes: dict[str, Any] = getattr(each, "__dict__", {})
+            for name, value in attributes.items() if type(each).__module__ in self._names else ():
+                if isinstance(value, (bool, Enum)):
+                    self._values[type(each).__name__, name].add(value)
         return self._in
 
     def missing(self) -> set[str]:

@@ -21,7 +21,6 @@ SAMPLED = 300
 LONGER = ("b1,b1", "!i,!", "iii,iii", "2,1")
 """Programs of more than one letter that reach more than pairs of letters do."""
 UNREACHED = {
-    "Guard.is_fork is True": "a fork is a process: test_fork.py",
     "Join._enable is False": "then nothing is sent: test_alone.py",
     "LateUse._has_samples is True": "no dummy has samples here: tests/join/loop",
     "ReadAhead._resumable is True": "no loader keeps its state here: tests/join/loop",

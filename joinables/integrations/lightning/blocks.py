@@ -95,7 +95,7 @@ class Blocks:
             Whether any rank votes.
         """
         self.in_step = False
-        return self._join is not None and self.trains and cast("Lockstep", self._join.channel.loop).meet(vote)
+        return self._join is not None and self.trains and cast("Lockstep", self._join.channel.place.loop).meet(vote)
 
     @property
     def is_last_step(self) -> bool:

@@ -181,7 +181,7 @@ class LoggedMetric(MetricAtEnd):
 
     @override
     def _call_on_batch(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._channel.step.is_dummy or method.__name__ == "update":
+        if not self._channel.place.step.is_dummy or method.__name__ == "update":
             return super()._call_on_batch(method, *args, **kwargs)
         return _twin_of(self._target)(*args, **kwargs)  # it has the same keys as on the other ranks
 

@@ -38,7 +38,7 @@ def test_what_is_known_of_each_step(kind: str) -> None:
             for loaders, options in programs:
                 weigh = float if kind != "none" else None
                 loop = join.iterate(loaders[collective.rank], weigh=weigh, **options)
-                steps = [join.channel.step for _ in loop]
+                steps = [join.channel.place.step for _ in loop]
                 found.append([(s.contributors, s.first_with_data, s.of_all, s.total) for s in steps])
         return found
 

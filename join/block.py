@@ -41,10 +41,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from join.agreement import Values, digest, digest_of, raise_difference, values_of
-from join.collectives import Collective, TorchCollective, Work
+from join.collectives import Collective, SingleCollective, TorchCollective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
@@ -153,6 +154,41 @@ class _End(NamedTuple):
 _END = struct.Struct("<?4q")
 
 
+class BlockAlone:
+    """Block that sends nothing, with ``enable=False`` or without anything that communicates.
+
+    Its loops over ``Join.iterate`` run on this rank alone.
+
+    Args:
+        scope: The settings of the block, without members.
+    """
+
+    is_alone = True
+    """Whether loops in the block run on this rank alone."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope, self.undo = scope, ExitStack()
+
+    @cached_property
+    def channel(self) -> Channel:
+        """Protocol of this rank alone."""
+        channel = Channel(SingleCollective())
+        channel.agree()
+        return channel
+
+    def notify(self, caller: Any) -> None:
+        """Do nothing, since no other rank has to know of a burst."""
+
+    def end(self, error: BaseException | None, loop: Loop[Any] | None) -> Callable[[], JoinReport] | None:
+        """End the last loop; return a function that returns an empty report, or ``None`` after an error."""
+        if loop is not None:
+            loop.close(error)
+        return JoinReport if error is None else None
+
+    def tell(self, error: BaseException) -> None:
+        """Do nothing, since no other rank waits."""
+
+
 class OpenBlock:
     """Block that this rank has entered, with :meth:`enter`, and not left.
 
@@ -164,8 +200,11 @@ class OpenBlock:
         JoinError: If the block cannot be opened now.
     """
 
+    is_alone = False
+    """Whether loops in the block run on this rank alone."""
+
     def __init__(self, collective: Collective, scope: Scope) -> None:
-        self._collective, self._scope = collective, scope
+        self._collective, self.scope = collective, scope
         for outer in list(channels.values()):  # other threads may open blocks meanwhile, which are not around this one
             is_around = outer.thread is threading.current_thread() and not outer.place.step.in_loop
             if is_around and _would_block(outer.collective, collective):
@@ -201,8 +240,8 @@ class OpenBlock:
         """
         channels[id(self._collective)] = self.channel
         self._meet_others(entered_with)
-        members = self._scope.members
-        claim(join, [member.joinable for member in members], enable=True, throw=self._scope.throw)
+        members = self.scope.members
+        claim(join, [member.joinable for member in members], enable=True, throw=self.scope.throw)
         try:
             for member in members:
                 self.undo.callback(self._detach, member.joinable)
@@ -220,14 +259,14 @@ class OpenBlock:
         self._digest = digest("\n".join(entered_with))
         try:
             with profiled("enter"):
-                channel.begin_to_open(self._scope.timeout)
+                channel.begin_to_open(self.scope.timeout)
                 if not agreed and collective.world_size > 1:
                     channel.guard.peers.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
-                scopes = (*channel.roster.scopes, self._scope) if collective.world_size > 1 else ()
+                scopes = (*channel.roster.scopes, self.scope) if collective.world_size > 1 else ()
                 listed = [member.joinable for scope in scopes for member in scope.members]
-                values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self._scope.members]
+                values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self.scope.members]
                 message = channel.messages.start("entered Join", [*entered_with, f"joinables {VERSION}"], values)
-                channel.open(self._scope)
+                channel.open(self.scope)
                 if self._digest in agreed and len(channel.roster.scopes) == 1:
                     channel.headers.before_next = message
                 else:
@@ -238,8 +277,8 @@ class OpenBlock:
             if not isinstance(error, JoinError) and (cause := channel.guard.explain(error)) is not None:
                 raise cause from error
             raise
-        if self._scope.timeout is not None:  # no burst begins before all ranks have reached it, so the limit is safe
-            self._previous_limit = self._collective.limit(timedelta(seconds=2 * self._scope.timeout))
+        if self.scope.timeout is not None:  # no burst begins before all ranks have reached it, so the limit is safe
+            self._previous_limit = self._collective.limit(timedelta(seconds=2 * self.scope.timeout))
 
     def notify(self, caller: Any) -> Work | None:
         """Announce a burst of ``caller`` to all ranks if it announces; otherwise note that it follows.
@@ -255,7 +294,7 @@ class OpenBlock:
         """
         member = next(
             member
-            for member in self._scope.members
+            for member in self.scope.members
             if member.joinable is caller or member.joinable.join_target is caller
         )
         joinable = member.joinable
@@ -264,7 +303,7 @@ class OpenBlock:
                 f"notify_join_context was called for an object of type {type(caller).__name__}, which announces its"
                 " bursts by itself. Remove the call. [J078]"
             )
-        if member in self._scope.announcing:
+        if member in self.scope.announcing:
             return self.channel.announce(joinable)
         self.channel.follow(joinable)
         return None
@@ -319,7 +358,7 @@ class OpenBlock:
         """Gather the report and synchronise state; called when all ranks are out of data."""
         collective = self._collective
         row = self._row(out_of_data_at)
-        joinables = [member.joinable for member in self._scope.members]
+        joinables = [member.joinable for member in self.scope.members]
         end, values = _End(outcome.last, row.headers), list[tuple[str, Mapping[str, Any]]]()
         if not outcome.shadowed:
             values, own_steps = values_of(joinables), [joinable.own_steps for joinable in joinables]
@@ -338,8 +377,8 @@ class OpenBlock:
             self._copy_all(outcome.source, keeps=keeps)
         else:
             collective.kept.agreed[self._digest] = own.layout
-            self.channel.synchronise_own(own, self._scope.members, outcome.source)
-        for member in self._scope.members:
+            self.channel.synchronise_own(own, self.scope.members, outcome.source)
+        for member in self.scope.members:
             member.hook.post_hook(outcome.last)
         counts_steps = self.channel.loops > self._loops and not (
             outcome.shadowed or any(end.total_steps for end in ends)
@@ -351,7 +390,7 @@ class OpenBlock:
     def _row(self, out_of_data_at: float) -> RankReport:
         """Return this rank's row of the report; ``out_of_data_at`` is on the monotonic clock."""
         joined_at, ended_at = out_of_data_at - self._started, time.monotonic() - self._started
-        spent, announcing = self.channel.headers.tally.since(self._tally), self._scope.announcing
+        spent, announcing = self.channel.headers.tally.since(self._tally), self.scope.announcing
         # Announced and shadowed bursts together are equally many on all ranks, so all choose the same member.
         busiest = max(announcing, key=lambda member: member.steps + member.shadowed)
         steps, shadowed = busiest.steps, busiest.shadowed
@@ -410,7 +449,7 @@ class OpenBlock:
 
     def _close_channel(self) -> None:
         try:
-            self.channel.close(self._scope)
+            self.channel.close(self.scope)
         finally:  # even if it was interrupted
-            if not set(self.channel.roster.scopes) - {self._scope}:
+            if not set(self.channel.roster.scopes) - {self.scope}:
                 channels.pop(id(self._collective), None)

@@ -34,7 +34,7 @@ from join.arguments import (
     listed,
 )
 from join.batch import PLAIN, Step
-from join.block import OpenBlock, channels, claim, join_of, joins, release, report_failed_entry
+from join.block import BlockAlone, OpenBlock, channels, claim, join_of, joins, release, report_failed_entry
 from join.collectives import Collective, SingleCollective, Work, collective_of
 from join.errors import JoinError, outside
 from join.failure.guard import FORK
@@ -116,11 +116,7 @@ class Join:
 
     # An exception in the constructor is sent to other ranks, so these have values before it.
     _enable, _group, _objects = True, None, ()
-    _block: OpenBlock | None = None  # while the block is open, if it does anything
-    _scope: Scope | None = None  # while the block is open
-    _channel: Channel | None = (
-        None  # meanwhile; in a block that does nothing, from its first loop on, of this rank alone
-    )
+    _block: OpenBlock | BlockAlone | None = None  # while it is open
     _weight: float | None = None  # outside a block, and at the beginning of each block
 
     def __init__(
@@ -204,7 +200,7 @@ class Join:
         """
         join: Join | None = join_of(joinable)
         if join is not None:
-            return join._block.notify(joinable) if join._block is not None else None  # no block with enable=False
+            return join._block.notify(joinable) if join._block is not None else None
         check_initialised(joinable)
         if Join.is_open_on(joinable.join_process_group):
             raise JoinError(
@@ -283,7 +279,7 @@ class Join:
         step = self._step
         if step.in_loop:
             return step.weight
-        return self._weight if self._scope is None else self._scope.weight
+        return self._weight if self._block is None else self._block.scope.weight
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
@@ -293,10 +289,10 @@ class Join:
                 " Pass join.iterate(loader, weigh=function), with 0 for a batch that does not count. [J468]"
             )
         weight = None if weight is None else checked_weight(weight, "join.weight")
-        if self._scope is None:
+        if self._block is None:
             self._weight = weight
         else:
-            self._scope.weight = weight
+            self._block.scope.weight = weight
 
     def scale(self, loss: L, divided_over: float | None = None) -> L:
         """Scale a loss by the weight of its batch.
@@ -330,9 +326,9 @@ class Join:
             ValueError: If ``divided_over`` is not positive, or is passed in a plain block.
         """
         step, block = self._step, self._block
-        if block is None and self._scope is None:
+        if block is None:
             raise outside("join.scale was called", *_ITS_BLOCK)
-        if block is not None and block.channel.guard.closed is FORK:
+        if not block.is_alone and block.channel.guard.closed is FORK:
             block.channel.guard.raise_closed()
         if step.in_loop:
             engine = self._collective.world_size if divided_over is None else checked_divided_over(divided_over)
@@ -340,13 +336,13 @@ class Join:
                 if joinable.needs_scale:
                     joinable.check_divisor(self._collective.world_size)
             factor = factor_in_loop(step, engine * self._divisor)
-            return scaled(loss, factor) if block is None else block.channel.scaling.scale(loss, factor)
+            return scaled(loss, factor) if block.is_alone else block.channel.scaling.scale(loss, factor)
         if self._is_in_loop or divided_over is not None:
             refuse_scaling(None if self._is_in_loop else divided_over)
-        weight = None if self._scope is None else self._scope.weight
+        weight = block.scope.weight
         if weight is None:
             return loss
-        if block is None:
+        if block.is_alone:
             targets = [joinable.join_target for joinable in self._joinables]
             return scale_alone(scaled(loss, self._divisor), weight, targets)
         scaling = block.channel.scaling
@@ -390,12 +386,12 @@ class Join:
     @property
     def _step(self) -> Step:
         """Step of a loop over :meth:`iterate` whose body runs, of this block or of one around it; or ``PLAIN``."""
-        return PLAIN if self._channel is None else self._channel.place.step_of_body
+        return PLAIN if self._block is None else self._block.channel.place.step_of_body
 
     @property
     def _is_in_loop(self) -> bool:
         """Whether a loop has begun and not ended, and this rank has not left it: in its body, or while it reads."""
-        return self._channel is not None and self._channel.place.step.in_loop
+        return self._block is not None and self._block.channel.place.step.in_loop
 
     @property
     def total_weight(self) -> float:
@@ -414,7 +410,8 @@ class Join:
         """
         if not self._step.in_loop:
             raise outside("join.total_weight was read", _A_LOOP, _LIST_A_MEAN)
-        return float(self._step.of_all * (1 if self._block is not None else self._collective.world_size))
+        assert self._block is not None
+        return float(self._step.of_all * (self._collective.world_size if self._block.is_alone else 1))
 
     @property
     def ends_window(self) -> bool:
@@ -563,24 +560,22 @@ class Join:
         )
 
     def _iterate(self, loader: Iterable[T], options: Options) -> Batches[T]:
-        if self._scope is None:
+        block = self._block
+        if block is None:
             raise outside("join.iterate was called", *_ITS_BLOCK)
         check_loader(loader)
         over_all_ranks = bool(self._kwargs.get("divide_by_initial_world_size", True))
         options = replace(options, throw=self._throw, over_all_ranks=over_all_ranks)
-        if self._block is None:  # with enable=False
+        if block.is_alone:
             copies = self._collective.world_size
             options = replace(options, until="all", lookahead=1, fill_window=False, throw=False, copies=copies)
-        if self._channel is None:
-            self._channel = Channel(SingleCollective())
-            self._channel.agree()
-        loop = Loop(self._channel, loader, options)
-        loop.on_begin = partial(self._begin, self._scope)
+        loop = Loop(block.channel, loader, options)
+        loop.on_begin = partial(self._begin, block)
         return Batches(loop, loader)
 
-    def _begin(self, scope: Scope, loop: Loop[Any]) -> None:
+    def _begin(self, block: OpenBlock | BlockAlone, loop: Loop[Any]) -> None:
         """Make a loop, which begins now, the current one of its block."""
-        if self._scope is not scope:
+        if self._block is not block:
             raise outside("A loop over join.iterate began", *_ITS_BLOCK)
         if self._loop is not None and self._loop.is_open:
             self._loop.leave(superseded=True)
@@ -596,8 +591,8 @@ class Join:
     @property
     def channel(self) -> Channel:
         """Protocol of this block's process group, on which a :class:`Burst` announces."""
-        assert self._channel is not None
-        return self._channel
+        assert self._block is not None
+        return self._block.channel
 
     @property
     def collective(self) -> Collective:
@@ -644,12 +639,12 @@ class Join:
             ProtocolError: If ranks have done different things in the block.
             JoinTimeoutError: If a rank did not arrive within ``timeout``.
         """
-        if self._scope is not None:
+        if self._block is not None:
             self.__exit__(error and type(error), error, error and error.__traceback__)
 
     def __enter__(self) -> Self:
         try:  # on the first line, so that the other ranks learn of an interrupt on any line
-            if self._scope is None:
+            if self._block is None:
                 self._enter()
                 return self
         except BaseException as error:
@@ -663,13 +658,13 @@ class Join:
             if join_of(joinable.join_target) is not None:
                 raise JoinError(f"{joinable.join_name} is inside another Join block. Leave that block first. [J059]")
         if not (self._enable and any(joinable.communicates for joinable in self._joinables)):
-            self._scope = Scope([], self._throw, self._timeout, self._weight)
+            self._block = BlockAlone(Scope([], self._throw, self._timeout, self._weight))
+            self._block.undo.callback(release, self._joinables)
             claim(self, self._joinables, enable=False, throw=False)
             return
         members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
-        self._scope = Scope(members, self._throw, self._timeout, self._weight)
-        self._block = OpenBlock(self._collective, self._scope)
-        self._channel = self._block.channel
+        self._block = OpenBlock(self._collective, Scope(members, self._throw, self._timeout, self._weight))
+        self._block.undo.callback(release, self._joinables)
         arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
         self._block.enter(self, entered_with(self._joinables, arguments, self._divisor))
 
@@ -688,14 +683,10 @@ class Join:
             self._close()
 
     def _leave(self, error: BaseException | None) -> None:
-        loop = self._loop
-        if self._block is None:
-            if loop is not None:
-                loop.close(error)
-            self._report = JoinReport if error is None else None
-            return
-        self._report = self._block.end(error, loop)
-        if error is None and loop is None and isinstance(self._joinables[0], NothingListed):
+        assert self._block is not None
+        self._report = self._block.end(error, self._loop)
+        lists_nothing = not self._block.is_alone and isinstance(self._joinables[0], NothingListed)
+        if lists_nothing and error is None and self._loop is None:
             warnings.warn(
                 "A block that lists nothing is meant for loops over join.iterate, but it had none. Write for batch in"
                 " join.iterate(loader).",
@@ -718,6 +709,4 @@ class Join:
             if self._block is not None:
                 self._block.undo.close()
         finally:
-            if self._scope is not None:
-                release(self._joinables)
-            self._scope = self._block = self._channel = None
+            self._block = None

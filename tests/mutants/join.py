@@ -541,7 +541,7 @@ MUTANTS = [
     Mutant(
         "join/block.py",
         "listed, exchanges = self.channel.roster.listed, ",
-        "listed, exchanges = self._scope.members, ",
+        "listed, exchanges = self.scope.members, ",
         "tests/join/protocol/test_nested.py::test_state_of_an_outer_block_is_copied_with_that_of_an_uneven_inner_one",
     ),
     Mutant(
@@ -582,15 +582,15 @@ MUTANTS = [
         "tests/join/loop/test_steps.py::test_the_share_of_a_batch_in_its_window",
     ),
     Mutant(
-        "join/context.py",
-        "self._report = JoinReport if error is None else None",
-        "self._report = JoinReport",
+        "join/block.py",
+        "return JoinReport if error is None else None",
+        "return JoinReport",
         "tests/join/test_context.py::test_report_needs_the_end_of_a_disabled_block_too",
     ),
     Mutant(
         "join/context.py",
-        "scope = Scope(members, self._throw, self._timeout, self._weight)",
-        "scope = Scope(members, self._throw, self._timeout)",
+        "Scope(members, self._throw, self._timeout, self._weight)",
+        "Scope(members, self._throw, self._timeout)",
         "tests/join/test_context.py::test_what_is_set_in_a_block_ends_with_it",
     ),
     # -- agreement -----------------------------------------------------------------------------------------------------
@@ -931,7 +931,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/context.py",
-        "        if self._scope is not scope:",
+        "        if self._block is not block:",
         "        if False:",
         "tests/join/loop/test_loop.py::test_a_loop_that_begins_after_its_block",
     ),

@@ -51,8 +51,7 @@ from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
 from join.errors import JoinError, PeerError, ProtocolError, add_note
-from join.failure.guard import FORK
-from join.failure.peers import Peers
+from join.failure.guard import FORK, Peers
 from join.joinable import Burst, Joinable, JoinConfig
 from join.loop import Loop
 from join.protocol.channel import Channel, Outcome

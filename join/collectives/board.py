@@ -2,7 +2,7 @@
 
 A rank that fails leaves a :class:`Note` with the reason. A rank that waits for others may ring a bell; after that, all
 ranks post their :class:`Progress` at intervals. Reading and writing may block if a store cannot be reached, so a thread
-of its own does it (``join.failure.peers``).
+of its own does it (``join.failure.guard``).
 """
 
 from __future__ import annotations

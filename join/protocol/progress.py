@@ -4,7 +4,7 @@
 run. Such a rank soon waits where no other rank arrives. That place is a roll call, if only the one at the end of the
 loop, or the agreement of all ranks that leave the loop. While the rank waits, it asks the other ranks how far they are.
 If one of them is in a burst, or in a collective of the loop body, that this rank has passed without running it, this
-rank raises :class:`ProtocolError`. The other ranks are informed as of any failure (``join.failure.peers``).
+rank raises :class:`ProtocolError`. The other ranks are informed as of any failure (``join.failure.guard``).
 
 A skipped collective may also be matched with one of a later step, and so on, so that no rank waits until the loop ends.
 Each roll call therefore says how many operations a rank has started on the group since the last one. If the numbers

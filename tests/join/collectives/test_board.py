@@ -13,7 +13,7 @@ import torch.distributed as dist
 from join.collectives import Collective, SingleCollective, collective_of, run_threads, shared_memory
 from join.collectives.board import Board, Note, Progress, StoreBoard
 from join.collectives.shared_memory import Segment, SharedBoard
-from join.failure.peers import Peers
+from join.failure.guard import Peers
 from join.failure.watch import Watch
 from tests.join.counter import Counting
 from tests.pool import Pool

@@ -12,8 +12,8 @@ from join.collectives import run_threads
 from join.collectives.board import Note, Progress
 from join.collectives.broken import BrokenCollective
 from join.errors import JoinError
-from join.failure import peers
-from join.failure.peers import Peers
+from join.failure import guard
+from join.failure.guard import Peers
 from join.failure.watch import News
 from tests.shorter import using
 
@@ -60,7 +60,7 @@ def test_a_store_that_is_gone_is_told_at_once() -> None:
 
 def test_a_rank_is_silent_while_this_one_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: now))
     asking, found = knowing(News()), list[list[int]]()
     for passed, beat, done in [
         *[(0.0, 1, False), (99.0, 1, False), (0.4, 1, False), (0.4, 1, False)],  # once, all were suspended

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from join import PeerError
 from join.collectives import SingleCollective
 from join.collectives.board import Board, Note, Progress, StoreBoard
-from join.failure.peers import Peers
+from join.failure.guard import Peers
 from join.failure.watch import Watch
 from tests.shorter import using
 

@@ -9,7 +9,7 @@ from ``backward()`` to ``step()``::
     window    counts the backward             the same; ``Factors`` makes     dropped, unless this block left it open
                                               the gradient 0
     close     ``_close_window``               the same                        the same
-    reduce    DDP's reducer                   the same                        the reducer's own backward, empty
+    reduce    DDP's reducer                   the same                        zeros, or the reducer's own backward
     finish    ``_finish``                     the same                        the same, for sharded optimizers
 
 - ``_close_window`` runs when the last backward of a window begins, before its gradients arrive. It corrects how often

@@ -119,7 +119,8 @@ class DummyForward:
     def _own_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the own tensors that are copied for a dummy, and the others, by name."""
         buffers, frozen, trained = dict[str, torch.Tensor](), dict[str, torch.Tensor](), 0
-        for name, each in self._module.named_parameters():
+        has_frozen = not all(each.requires_grad for each in reducer.held_parameters(self._module))
+        for name, each in self._module.named_parameters() if has_frozen else ():  # the names take long
             if each.requires_grad:
                 trained += each.nbytes
             elif name not in self._not_whole and is_plain(each):

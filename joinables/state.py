@@ -116,16 +116,16 @@ class OptimizerState(Silent):
         optimizer = self._optimizer
         groups, parameters = without_params(optimizer.param_groups), parameters_of(optimizer)
         states = self._states(parameters)
-        shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+        shapes = str([[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups])
         why_not = unlike_others((groups, states)) or _first_unlike(parameters)
         values: Mapping[str, Any] = self.equal_values() if self._collective.rank == source else {}
         counters = dict(numbers_in(optimizer).items() - self._entered_with.items())
-        inbox = yield ([], {}) if why_not else (groups, states), (str(shapes), counters, values, bool(why_not))
+        inbox = yield ([], {}) if why_not else (groups, states), (shapes, counters, values, bool(why_not))
         (their_groups, their_states), (their_shapes, counters, equal, refused) = inbox.skeleton
         if not (why_not or refused):
-            why_not = self._why_not(states, their_states, str(shapes), their_shapes)
+            why_not = self._why_not(states, their_states, shapes, their_shapes)
         if not why_not and inbox.keeps:
-            ranks = {source: equal, self._collective.rank: self.equal_values()}
+            ranks = {source: equal, self._collective.rank: values or self.equal_values()}
             why_not = differences({rank: [(self.join_name, held)] for rank, held in ranks.items()})
         if not (why_not or refused):
             first, fill = next(iter(parameters), None), partial(inbox.fill, keeps=inbox.keeps)

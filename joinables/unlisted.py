@@ -87,8 +87,9 @@ class Unlisted(Silent):
         """Warn if an optimizer that trains the module, its scheduler or its scaler is not listed."""
         name, listed = type(optimizer).__name__, self._listed.values()
         covered = {id(parameter) for each in listed for parameter in parameters_of(each)}
-        stepped = {id(each) for each in parameters_of(optimizer) if optimizer.state.get(each)} - covered
-        own = [place for place, each in self._target.named_parameters() if id(each) in stepped]
+        uncovered = [each for each in parameters_of(optimizer) if id(each) not in covered]
+        stepped = {id(each) for each in uncovered if optimizer.state.get(each)}
+        own = [place for place, each in self._target.named_parameters() if id(each) in stepped] if stepped else []
         if own:
             parameters = own[0] + f" and {len(own) - 1} more" * (len(own) > 1)
             target = type(self._target).__name__

@@ -37,6 +37,7 @@ require(
             "_distributed_broadcast_coalesced",
             "_get_active_ddp_module",
             "_get_ddp_logging_data",
+            "_match_all_reduce_for_bwd_pass",
             "_sync_module_buffers",
         ),
     }

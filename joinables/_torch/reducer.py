@@ -259,8 +259,12 @@ def shadow_backward(ddp: DistributedDataParallel, parameters: Sequence[torch.nn.
 
     Args:
         ddp: The module.
-        parameters: The result of :func:`reduced_parameters`.
+        parameters: The result of :func:`reduced_parameters`. Without any, the collectives run on zeros, and nothing is
+            done for each parameter. The buckets must have been rebuilt, and no record of used parameters be reduced.
     """
+    if not parameters:
+        ddp._match_all_reduce_for_bwd_pass()
+        return
     reducer = ddp.reducer
 
     def arrive(gradient: torch.Tensor) -> None:

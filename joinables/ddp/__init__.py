@@ -11,7 +11,7 @@ end of the first backward instead of in the next forward, which a joined rank ne
     forward   header                                   header
               broadcast of buffers (if it has any)     broadcast of buffers
     backward  sum of n or S, if needed (see Scaling)   the same
-              all-reduce of each bucket                all-reduce of each bucket (the reducer's own backward, empty)
+              all-reduce of each bucket                all-reduce of each bucket (zeros)
               all-reduce of the used map, if asked     all-reduce of the used map
               until they are rebuilt: header, bucket   header, bucket rebuild
               rebuild (a static graph: after the second)
@@ -42,9 +42,10 @@ No rank waits for n or S before the end of the backward, with three exceptions. 
 for S, since the hook receives parts of the weighted mean. A rank that changes between weights and none waits for the
 header. Under the mean over all ranks, so does a rank with kept gradients.
 
-*Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. If a rank is
-out of data in the middle of an accumulation under ``no_sync``, its accumulated gradients go into the first burst that
-it shadows. Its other gradients do not.
+*Joined ranks.* The reduced gradient is written into ``param.grad`` if another joinable of the block communicates, so
+that sharded optimizers step on it. Otherwise it arrives at the end of the block. If a rank is out of data in the middle
+of an accumulation under ``no_sync``, its accumulated gradients go into the first burst that it shadows. Its other
+gradients do not.
 
 *Kept gradients.* Without ``zero_grad``, new gradients are added to the last result (``joinables.ddp.window``).
 """

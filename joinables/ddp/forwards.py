@@ -101,8 +101,13 @@ class Forwards:
 
     @cached_property
     def _accumulators(self) -> list[Any]:
-        """The nodes of the parameters, made in the first backward, since a rank without data needs none."""
+        """The nodes of the parameters, made when a backward does not reach the first parameter."""
         return accumulators(self._parameters)
+
+    @cached_property
+    def _first_accumulator(self) -> list[Any]:
+        """The node of the first parameter, made in the first backward, since a rank without data needs none."""
+        return accumulators(self._parameters[:1])
 
     @property
     def outputs(self) -> list[torch.Tensor]:
@@ -197,7 +202,7 @@ class Forwards:
         if step.window != current.window and step.in_loop and current.in_loop:
             self._refuse_late_backward(step, current)
         try:
-            reaches_parameters = any(map(will_run, self._accumulators))
+            reaches_parameters = any(map(will_run, self._first_accumulator)) or any(map(will_run, self._accumulators))
         except RuntimeError:  # torch.autograd.grad computes the gradient of one of the parameters
             reaches_parameters = False
         if reaches_parameters:

@@ -9,7 +9,7 @@ from ``backward()`` to ``step()``::
     window    counts the backward             the same; ``Factors`` makes     dropped, unless this block left it open
                                               the gradient 0
     close     ``_close_window``               the same                        the same
-    reduce    DDP's reducer                   the same                        the reducer's own backward, empty
+    reduce    DDP's reducer                   the same                        zeros, or the reducer's own backward
     finish    ``_finish``                     the same                        the same, for sharded optimizers
 
 - ``_close_window`` runs when the last backward of a window begins, before its gradients arrive. It corrects how often
@@ -395,10 +395,11 @@ class GradientSync(DDPBurst):
         counts_use = self._used.counts and self._mean.window.with_dummies
         if in_loop and not (self._mean.has_factor or counts_use or self._rebuild.is_due):
             return
+        finish = partial(self._finish, self._parameters)
         if self._forwards.end_calls is None:  # twice, so that it runs after the callbacks of reducers
-            autograd.after_backward(partial(autograd.after_backward, self._finish))
+            autograd.after_backward(partial(autograd.after_backward, finish))
         else:
-            self._forwards.end_calls.append(self._finish)
+            self._forwards.end_calls.append(finish)
 
     def _raise_unfinished(self) -> NoReturn:
         raise JoinError(
@@ -430,10 +431,11 @@ class GradientSync(DDPBurst):
             reducer.multiply_gradients(self._parameters, factor)
         mean.window, self._memory.window = window, Window()
 
-    def _finish(self, *, leads: bool = True) -> None:
+    def _finish(self, parameters: Sequence[torch.nn.Parameter], *, leads: bool = True) -> None:
         """Turn the result of a reduction, which is the sum divided by the world size, into the mean.
 
         Args:
+            parameters: The parameters that have the result in ``grad``.
             leads: Whether this rank is active. It then announces the rebuild of the buckets after the first backward.
 
         Raises:
@@ -449,14 +451,14 @@ class GradientSync(DDPBurst):
         if self._mean.in_parts:
             self._factors.multiply_by(1.0)
         elif self._mean.has_factor and (factor := self._mean.factor()) != 1:
-            reducer.multiply_gradients(self._parameters, factor, touched)
+            reducer.multiply_gradients(parameters, factor, touched)
         if self._used.counts and self._mean.window.with_dummies:
             self._used.end_reduction()
         if leads and self._rebuild.is_due:
             self._rebuild.run()
 
-    def _shadow(self, *, leads: bool) -> None:
-        """Run a reduction without a backward of this rank's own; ``leads`` as for :meth:`_finish`."""
+    def _shadow(self, parameters: Sequence[torch.nn.Parameter], *, leads: bool) -> None:
+        """Run a reduction without a backward of this rank's own; the arguments are those of :meth:`_finish`."""
         self._close_window()
         if self._ddp.static_graph and reducer.first_static_backward(self._ddp):
             self._channel.guard.post_and_raise(
@@ -466,13 +468,13 @@ class GradientSync(DDPBurst):
                     " any batch: a forward, a backward and zero_grad(). [J802]"
                 )
             )
-        reducer.shadow_backward(self._ddp, self._parameters)
-        self._finish(leads=leads)
+        reducer.shadow_backward(self._ddp, parameters)
+        self._finish(parameters, leads=leads)
 
-    def _drop(self) -> None:
-        """Drop the gradients, so that this rank contributes nothing to the next reduction."""
+    def _drop(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Drop the gradients of these parameters, so that this rank contributes nothing to the next reduction."""
         self._memory.window = Window()
-        for parameter in self._parameters:
+        for parameter in parameters:
             parameter.grad = None
         if self._ddp.find_unused_parameters:
             reducer.forget_use(self._ddp)
@@ -485,10 +487,22 @@ class GradientSync(DDPBurst):
         self._mean = self._means.agree()
         if self._mean.with_buffers and self._buffers is not None:
             self._buffers.main_hook()
+        parameters = self._parameters
         if self._memory.window.is_earlier or not self._memory.window.backwards:
-            self._drop()
-        self._shadow(leads=False)
+            if not self._needs_reducer():
+                parameters = []  # whose gradients the end of the block overwrites, so that they need not be dropped
+            self._drop(parameters)
+        self._shadow(parameters, leads=False)
         self._rebuild.holds_followers = self._rebuild.is_due  # active ranks announce the rebuild next
+
+    def _needs_reducer(self) -> bool:
+        """Return whether a joined rank needs more of a reduction than its collectives, though it contributes nothing.
+
+        A sharded optimizer needs the result, and so may a joinable of the user. The reducer itself needs to learn
+        the order of gradients before it rebuilds the buckets, and reduces the record of the used parameters.
+        """
+        others = [m.joinable for m in self._channel.roster.listed if not isinstance(m.joinable, DDPBurst)]
+        return self._rebuild.is_due or self._ddp.find_unused_parameters or any(each.communicates for each in others)
 
     @override
     def fulfil(self) -> None:
@@ -515,9 +529,9 @@ class GradientSync(DDPBurst):
         if self._ddp.gradient_as_bucket_view:  # the reduction writes its result into these tensors
             gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
         try:
-            self._drop()
+            self._drop(self._parameters)
             memory.window.with_dummies = window.with_dummies
-            self._shadow(leads=True)
+            self._shadow(self._parameters, leads=True)
             has_result = self._certainly_has_result()
             if takes_result and has_result:
                 gradients = [parameter.grad for parameter in self._parameters]

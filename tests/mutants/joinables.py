@@ -745,6 +745,36 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
+        "self._rebuild.is_due or self._ddp.find",
+        "self._ddp.find",
+        "tests/joinables/ddp/test_headers.py::test_with_a_timeout_buffers_and_the_backward_have_headers_of_their_own",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "self._ddp.find_unused_parameters or any",
+        "any",
+        "tests/joinables/ddp/test_exact.py::test_equals_one_process",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        " or any(each.communicates for each in others)",
+        "",
+        "tests/joinables/ddp/test_shadowed_backwards.py::test_a_joinable_after_the_module_reads_the_gradients",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "[m.joinable for m in self._channel.roster.listed if not isinstance(m.joinable, DDPBurst)]",
+        "[m.joinable for m in self._channel.roster.listed]",
+        "tests/joinables/ddp/test_shadowed_backwards.py::test_nothing_is_called_for_each_parameter",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "self._channel.roster.listed if not isinstance(m.joinable, DDPBurst)",
+        "self._means.scope.members if not isinstance(m.joinable, DDPBurst)",
+        "tests/joinables/ddp/test_shadowed_backwards.py::test_an_optimizer_of_another_block_steps_on_the_gradients",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
         "        if counts[CONTRIBUTES] > counts[ANNOUNCED] or reducer.hooks_remember",
         "        if reducer.hooks_remember",
         "tests/joinables/ddp/test_backwards.py::test_a_skipped_backward_beside_gradients_of_a_rank_that_ran_out",

@@ -1,0 +1,115 @@
+"""What a joined rank does for a backward of other ranks: as little as the objects of the block allow."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join, Joinable, JoinHook
+from joinables.ddp.reduction import GradientSync
+from tests.models import TOLERANCE, batch, build, mlp_in_one_process
+from tests.pool import Pool
+
+COUNTS = (1, 4, 3)
+
+
+class Reader(Joinable, JoinHook):
+    """A joinable of the user's that reads the gradients after each backward, on joined ranks too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.read = module, list[list[torch.Tensor]]()
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        return self
+
+    join_device = property(lambda _: torch.device("cpu"))  # type: ignore[assignment]
+    join_process_group = property(lambda _: dist.group.WORLD)  # type: ignore[assignment]
+
+    def __call__(self) -> None:
+        Join.notify_join_context(self)
+        self.main_hook()
+
+    def main_hook(self) -> None:
+        dist.barrier()
+        self.read.append(
+            [parameter.grad.clone() for parameter in self.module.parameters() if parameter.grad is not None]
+        )
+
+
+def read(rank: int) -> list[list[torch.Tensor]]:
+    ddp = DistributedDataParallel(build("mlp"))
+    reader, optimizer = Reader(ddp), torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for epoch in range(2):  # in the first of which buckets are rebuilt
+        with Join([ddp, reader, optimizer], divide_by_initial_world_size=False):
+            for step in range(COUNTS[rank]):
+                x, y = batch(rank, epoch, step)
+                optimizer.zero_grad()
+                (ddp(x) - y).square().mean().backward()
+                reader()
+                optimizer.step()
+    return reader.read
+
+
+def test_a_joinable_after_the_module_reads_the_gradients(pool: Pool) -> None:
+    first, *others = pool.run(read)
+    assert len(first) == 2 * max(COUNTS)
+    for other in others:
+        torch.testing.assert_close(other, first, atol=0, rtol=0)
+
+
+def train_in_two_blocks(rank: int) -> list[torch.Tensor]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(build("mlp"))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam)
+    with Join([zero]), Join([ddp], divide_by_initial_world_size=False):
+        for step in range(COUNTS[rank]):
+            x, y = batch(rank, 0, step)
+            zero.zero_grad()
+            (ddp(x) - y).square().mean().backward()
+            zero.step()
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+def test_an_optimizer_of_another_block_steps_on_the_gradients(pool: Pool) -> None:
+    for parameters in pool.run(train_in_two_blocks):
+        torch.testing.assert_close(parameters, mlp_in_one_process(COUNTS), atol=TOLERANCE, rtol=0)
+
+
+def calls(rank: int, layers: int) -> list[int]:
+    """How many functions this rank has called, Python's and C's, in each backward that it shadowed."""
+    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    counts, main_hook = list[int](), GradientSync.main_hook
+
+    def counted(burst: GradientSync) -> None:
+        counts.append(0)
+
+        def count(_: Any, event: str, __: Any) -> None:
+            counts[-1] += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            main_hook(burst)
+        finally:
+            sys.setprofile(None)
+
+    with mock.patch.object(GradientSync, "main_hook", counted), Join([ddp, optimizer]):
+        for _ in range(COUNTS[rank]):
+            optimizer.zero_grad()
+            ddp(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    return counts
+
+
+def test_nothing_is_called_for_each_parameter(pool: Pool) -> None:
+    few, many = pool.run(calls, 2)[0], pool.run(calls, 50)[0]
+    assert len(few) == max(COUNTS) - COUNTS[0]
+    assert few[-1] == many[-1]

@@ -68,7 +68,7 @@ TITLES = {
     "joinables/trainer": "Training with the trainer",
     "joinables/trainer/launch": "Launching processes",
     "joinables/trainer/checkpoint": "Saving and resuming with the trainer",
-    "join/files": "Saving and resuming with the trainer",
+    "joinables/trainer/files": "Saving and resuming with the trainer",
     "joinables/integrations/lightning": "Training with Lightning",
     "joinables/integrations/accelerate": "Training with Accelerate",
     "joinables/integrations/transformers": "Training with Transformers",

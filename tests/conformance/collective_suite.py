@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,13 @@ from tests.join.counter import Counter
 
 
 def conforms(collective: Collective) -> None:
+    """Check a collective of this package, which refuses wrong arguments, too."""
+    operates(collective)
+    check_arguments(collective)
+
+
+def operates(collective: Collective) -> None:
+    """Check any collective."""
     for check in CHECKS:
         check(collective)
 
@@ -35,9 +43,6 @@ def check_all_reduce(collective: Collective) -> None:
     collective.all_reduce(columns).wait()
     assert columns.t().tolist() == [[total, size, 2.0 * size], [3.0 * size, 4.0 * size, 5.0 * size]]
     collective.all_reduce(torch.zeros(0)).wait()
-    for op in ("mean", "product", ""):
-        with pytest.raises(ValueError, match=f"op='{op}' is unknown. Pass one of 'sum', 'min', 'max'."):
-            collective.all_reduce(torch.zeros(1), op)  # type: ignore[arg-type]
 
 
 def check_broadcast(collective: Collective) -> None:
@@ -53,11 +58,6 @@ def check_broadcast(collective: Collective) -> None:
         scalar = torch.tensor(float("nan") if rank != source else 5.0)
         collective.broadcast(scalar, source).wait()
         assert scalar.item() == 5.0
-    for source in (-1, size):
-        with pytest.raises(ValueError, match=f"source={source} is not a rank"):
-            collective.broadcast(torch.zeros(1), source)
-        with pytest.raises(ValueError, match=f"source={source} is not a rank"):
-            collective.broadcast_object(None, source)
 
 
 def check_matched_by_order(collective: Collective) -> None:
@@ -65,7 +65,7 @@ def check_matched_by_order(collective: Collective) -> None:
     tensors = [torch.tensor([float(rank + step)]) for step in range(5)]
     works = [collective.all_reduce(tensor) for tensor in tensors]
     everyone = [torch.zeros(1) for _ in range(size)]
-    works.append(collective.all_gather_into(torch.tensor([float(rank)]), everyone))
+    works.append(collective.all_gather(torch.tensor([float(rank)]), everyone))
     for work in reversed(works):
         work.wait()
         assert work.is_completed()
@@ -93,31 +93,37 @@ def check_all_gather(collective: Collective) -> None:
         for shape in ((), (3,), (0,), (2, 3)):
             mine = torch.full(shape, rank + 1).to(dtype)
             expected = [torch.full(shape, each + 1).to(dtype) for each in range(size)]
-            gathered = collective.all_gather(mine)
-            assert len(gathered) == size
-            assert all(map(torch.equal, gathered, expected)), (dtype, shape, gathered)
             outputs = [torch.zeros(shape, dtype=dtype) for _ in range(size)]
-            returned = collective.all_gather(mine, outputs)
-            assert all(given is filled for given, filled in zip(outputs, returned, strict=True))
-            assert all(map(torch.equal, outputs, expected))
+            collective.all_gather(mine, outputs).wait()
+            assert all(map(torch.equal, outputs, expected)), (dtype, shape, outputs)
     columns = torch.full((3, 2), rank + 1.0, requires_grad=True).t()
-    outputs = [torch.zeros(3, 2).t() for _ in range(size)]
-    gathered = collective.all_gather(columns, outputs)
-    assert [tensor.unique().tolist() for tensor in gathered] == [[each + 1] for each in range(size)]
-    assert not any(tensor.requires_grad for tensor in collective.all_gather(columns))
+    outputs = [torch.zeros(2, 3) for _ in range(size)]
+    collective.all_gather(columns, outputs).wait()
+    assert [tensor.unique().tolist() for tensor in outputs] == [[each + 1] for each in range(size)]
+    assert not any(tensor.requires_grad for tensor in outputs)
 
+
+def check_arguments(collective: Collective) -> None:
+    size = collective.world_size
+    for op in ("mean", "product", ""):
+        with pytest.raises(ValueError, match=f"op='{op}' is unknown. Pass one of 'sum', 'min', 'max'."):
+            collective.all_reduce(torch.zeros(1), op)  # type: ignore[arg-type]
+    for source in (-1, size):
+        with pytest.raises(ValueError, match=f"source={source} is not a rank"):
+            collective.broadcast(torch.zeros(1), source)
+        with pytest.raises(ValueError, match=f"source={source} is not a rank"):
+            collective.broadcast_object(None, source)
     tensor, like = torch.zeros(2), [torch.zeros(2) for _ in range(size)]
-    for method in (collective.all_gather, collective.all_gather_into):
-        with pytest.raises(ValueError, match=f"outputs has {size + 1} tensors for {size} ranks"):
-            method(tensor, [*like, torch.zeros(2)])
-        with pytest.raises(
-            ValueError, match=r"output for rank 0 is float64\[2\] on cpu, but the tensor is float32\[2\]"
-        ):
-            method(tensor, [each.double() for each in like])
-        with pytest.raises(ValueError, match=r"output for rank 0 is float32\[3\]"):
-            method(tensor, [torch.zeros(3) for _ in range(size)])
-    with pytest.raises(ValueError, match="output for rank 0 is not contiguous"):
-        collective.all_gather_into(torch.zeros(2, 3), [torch.zeros(3, 2).t() for _ in range(size)])
+    with pytest.raises(ValueError, match=f"outputs has {size + 1} tensors for {size} ranks"):
+        collective.all_gather(tensor, [*like, torch.zeros(2)])
+    for output in (torch.zeros(2, dtype=torch.float64), torch.zeros(3), torch.zeros(4)[::2]):
+        text = f"output for rank 0 is float{8 * output.element_size()}{list(output.shape)} on cpu"
+        with pytest.raises(ValueError, match=re.escape(text) + r".* the tensor is float32\[2\]"):
+            collective.all_gather(tensor, [output] * size)
+    for place in ((collective.rank, size + 1), (-1, size), (size, size)):
+        with pytest.raises(ValueError, match=rf"is rank {collective.rank} of {size}\. .*J817"):
+            collective.setup(*place)
+    collective.setup(collective.rank, size)
 
 
 def check_boolean_decision(collective: Collective) -> None:

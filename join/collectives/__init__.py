@@ -47,8 +47,8 @@ def collective_of(group: Any) -> Collective:
     if isinstance(group, Collective):
         if not hasattr(group, "rank"):
             raise ValueError(
-                f"process_group is a {type(group).__name__} that is not set up. Call its setup(rank, world_size) on all"
-                " ranks first, which calls super().setup(rank, world_size). [J818]"
+                f"process_group is a collective ({type(group).__name__}) that is not set up. Call its setup(rank,"
+                " world_size) on all ranks first, which calls super().setup(rank, world_size). [J818]"
             )
         return group
     if group is None:

@@ -10,8 +10,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from join import Join
+from join import Burst, Join, JoinTimeoutError, PeerError
 from join.collectives import Collective
+from join.joinable import OnGroup
 from join.transfer import broadcast_tensors, broadcast_tree
 from tests.join.counter import Counter
 
@@ -191,6 +192,80 @@ def check_join(collective: Collective) -> None:
         assert [row["steps"] for row in join.report.to_dict()["ranks"]] == list(range(size))
 
 
+def samples(rank: int, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of several sizes."""
+    numbers = torch.Generator().manual_seed(rank)
+    sizes = [1 + (rank + step) % 3 for step in range(steps)]
+    rows = [torch.randn(size, 3, dtype=torch.float64, generator=numbers) for size in sizes]
+    return [(row[:, :2], row[:, 2:]) for row in rows]
+
+
+def check_iterate(collective: Collective) -> None:
+    """Rank r has r weighted batches. Gradients are summed by hand."""
+    rank, size = collective.rank, collective.world_size
+    model, alone = [torch.nn.Linear(2, 1, dtype=torch.float64) for _ in range(2)]
+    loss, steps = torch.nn.functional.mse_loss, list[int]()
+    for module in (model, alone):
+        for parameter in module.parameters():
+            torch.nn.init.constant_(parameter, 0.5)
+    with Join([], process_group=collective) as join:
+        for x, y in join.iterate(samples(rank, rank), weigh=lambda batch: len(batch[0])):
+            model.zero_grad()
+            join.scale(loss(model(x), y), divided_over=1).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                collective.finish(collective.all_reduce(parameter.grad))
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            steps.append(len(x))
+    assert len(steps) == size - 1 and sum(map(bool, steps)) == rank
+    for step in range(size - 1):
+        held = [samples(other, other)[step] for other in range(step + 1, size)]
+        x, y = (torch.cat(parts) for parts in zip(*held, strict=True))
+        alone.zero_grad()
+        loss(alone(x), y).backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    torch.testing.assert_close(list(model.parameters()), list(alone.parameters()))
+
+
+class Adds(OnGroup, Burst):
+    """A joinable of one's own, which waits so that it sees the failure of another rank."""
+
+    def __init__(self, collective: Collective) -> None:
+        super().__init__(collective)
+        self.collective = collective
+
+    def add(self, mine: int) -> None:
+        work = Join.notify_join_context(self)
+        assert work is not None
+        self.main_hook(mine)
+        work.get_future().wait()
+
+    def main_hook(self, mine: int = 0) -> None:
+        self.collective.finish(self.collective.all_reduce(torch.tensor(mine)))
+
+
+def fails(collective: Collective) -> None:
+    """Rank 1 raises. The group of a collective is lost afterwards."""
+    adds, raised = Adds(collective), collective.rank == 1
+    expected = pytest.raises(ValueError if raised else PeerError, match=r"mine" if raised else "rank 1 failed: ValueE")
+    with expected, Join([adds]):
+        for step in range(3):
+            adds.add(1)
+            if raised and step == 1:
+                raise ValueError("mine")
+
+
+def times_out(collective: Collective) -> None:
+    """Rank 1 arrives too late."""
+    adds = Adds(collective)
+    with pytest.raises(JoinTimeoutError, match=r"rank.* 1"), Join([adds], timeout=0.5):
+        adds.add(1)
+        watch = collective.kept.watch
+        while collective.rank == 1 and not watch.block.news.notes:
+            watch.refresh(1.0)
+        adds.add(1)
+
+
 CHECKS: list[Callable[[Collective], None]] = [
     check_all_reduce,
     check_broadcast,
@@ -203,4 +278,5 @@ CHECKS: list[Callable[[Collective], None]] = [
     check_transfer,
     check_kept,
     check_join,
+    check_iterate,
 ]

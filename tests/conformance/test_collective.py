@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from join import Join
 from join.collectives import (
+    DONE,
     Collective,
     SingleCollective,
     ThreadCollective,
@@ -34,6 +35,7 @@ RANKS = 3
 
 def test_single() -> None:
     conforms(SingleCollective())
+    assert DONE.get_future().done()
 
 
 def test_a_collective_of_one_rank_goes_to_other_processes() -> None:

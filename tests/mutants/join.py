@@ -865,6 +865,24 @@ MUTANTS = [
     ),
     Mutant(
         "join/collectives/shared_memory.py",
+        "_rank_here.setdefault(address.name, rank) != rank",
+        "False",
+        "tests/conformance/test_collective.py::test_own_in_threads",
+    ),
+    Mutant(
+        "join/collectives/store.py",
+        "if store is None or failures:",
+        "if store is None:",
+        "tests/conformance/test_collective.py::test_a_store_that_one_rank_cannot_reach",
+    ),
+    Mutant(
+        "join/collectives/base.py",
+        "            return StoreBoard(self.rank, self.world_size, kept.store)\n",
+        "            return LocalBoard(self.rank, self.world_size)\n",
+        "tests/conformance/test_collective.py::test_ends_in_threads",
+    ),
+    Mutant(
+        "join/collectives/shared_memory.py",
         "        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)\n",
         "",
         "tests/join/collectives/test_line.py::test_each_rank_sees_that_a_process_has_ended",

@@ -71,9 +71,9 @@ class Kept:
 class Collective(ABC):
     """Ranks of one process group and their common operations. Tensors may be on any device that the group supports.
 
-    The constructor only stores what :meth:`setup` needs. An operation returns a :class:`Work` once it has started; a
-    backend whose operation blocks returns ``DONE``, but then a rank that waits in it does not see the failure of
-    another rank until the operation fails.
+    The constructor only stores its arguments, for :meth:`setup`. An operation returns a :class:`Work` once it has
+    started. A backend whose operations block returns ``DONE``. A rank in such an operation sees the failure of another
+    rank only when the operation fails.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class Collective(ABC):
             world_size: The number of ranks.
 
         Raises:
-            ValueError: If these are not numbers of ranks, or not those of the ranks that are connected already.
+            ValueError: If there is no such rank, or if the ranks are connected already, with different numbers.
         """
         known = getattr(self, "rank", rank), getattr(self, "world_size", world_size)
         if not 0 <= rank < world_size or known != (rank, world_size):
@@ -265,9 +265,9 @@ class Collective(ABC):
         return SharedMemoryLine(kept.lanes[number], over_group)
 
     def connect(self) -> None:
-        """Make what ranks that share no memory need for messages; called once, on all ranks at the same place.
+        """Prepare messages between ranks that share no memory; called once, on all ranks in the same place.
 
-        By default, rank 0 makes a store for their notes.
+        By default, rank 0 makes a store for notes.
 
         Raises:
             RuntimeError: On all ranks, if one of them cannot connect.

@@ -136,7 +136,7 @@ _rank_here: dict[str, int] = {}
 def _here() -> str:
     """Return a text that is equal for processes with the same version of this library on this machine.
 
-    Processes that see each other under different numbers, such as those of two containers, have different texts.
+    The processes of two containers have different texts, because they see each other under different numbers.
 
     Raises:
         OSError: If this is not Linux.

@@ -19,7 +19,7 @@ class SingleCollective(Collective):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # a Join may be pickled for another process, and what is kept stays here
+        return type(self), ()  # a Join may be pickled for another process, without the facts that are kept here
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:

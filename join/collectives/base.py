@@ -93,12 +93,13 @@ class Collective(ABC):
         Raises:
             ValueError: If there is no such rank, or if the ranks are connected already, with different numbers.
         """
-        known = getattr(self, "rank", rank), getattr(self, "world_size", world_size)
-        if not 0 <= rank < world_size or known != (rank, world_size):
+        known = (self.rank, self.world_size) if hasattr(self, "rank") else None
+        if not 0 <= rank < world_size or (known or (rank, world_size)) != (rank, world_size):
+            state = "is not set up" if known is None else f"is rank {known[0]} of {known[1]}"
             raise ValueError(
-                f"setup(rank={rank}, world_size={world_size}) is not possible: this {type(self).__name__} is rank"
-                f" {known[0]} of {known[1]}. Pass the rank, counted from 0, and the number of ranks, and call"
-                " teardown() before you change them. [J817]"
+                f"setup(rank={rank}, world_size={world_size}) is not possible for this {type(self).__name__}, which"
+                f" {state}. Pass a rank from 0 on and the number of ranks, and call teardown() before you change them."
+                " [J817]"
             )
         self.rank, self.world_size = rank, world_size
 

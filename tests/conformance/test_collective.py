@@ -131,6 +131,8 @@ def over_store(store: Any, rank: int, world_size: int, check: Callable[[Collecti
     collective = OverStore(store)
     with pytest.raises(ValueError, match=r"OverStore. that is not set up.*\[J818\]"):
         Join([], process_group=collective)
+    with pytest.raises(ValueError, match=r"rank=3, world_size=3.* which is not set up\..*\[J817\]"):
+        collective.setup(3, 3)
     for _ in range(2):
         collective.setup(rank, world_size)
         check(collective)

@@ -24,6 +24,7 @@ from join.collectives import (
     collective_of,
     run_threads,
 )
+from join.collectives.base import GroupLine
 from tests.conformance.collective_suite import conforms, fails, operates, times_out
 from tests.conformance.own_collective import OverStore
 from tests.ending import Ending
@@ -133,8 +134,11 @@ def over_store(store: Any, rank: int, world_size: int, check: Callable[[Collecti
         Join([], process_group=collective)
     with pytest.raises(ValueError, match=r"rank=3, world_size=3.* which is not set up\..*\[J817\]"):
         collective.setup(3, 3)
+    before = None
     for _ in range(2):
         collective.setup(rank, world_size)
+        assert collective.kept is not before
+        before = collective.kept
         check(collective)
         collective.teardown()
         collective.teardown()
@@ -161,6 +165,18 @@ def over_gloo_in_processes(rank: int, check: Callable[[Collective], None]) -> No
 @pytest.mark.parametrize("ranks", [1, RANKS])
 def test_own_in_threads(ranks: int) -> None:
     in_threads(ranks, operates)
+
+
+def test_ranks_of_one_process_share_no_memory() -> None:
+    """They would take each other for ended, because the process has the locks."""
+
+    def rank_main(store: Any, rank: int) -> None:
+        collective = OverStore(store)
+        collective.setup(rank, RANKS)
+        assert isinstance(collective.line(), GroupLine)
+
+    store = dist.HashStore()
+    run_threads(RANKS, lambda thread: rank_main(store, thread.rank))
 
 
 def test_own_in_processes(pool: Pool) -> None:

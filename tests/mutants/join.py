@@ -867,7 +867,7 @@ MUTANTS = [
         "join/collectives/shared_memory.py",
         "_rank_here.setdefault(address.name, rank) != rank",
         "False",
-        "tests/conformance/test_collective.py::test_own_in_threads",
+        "tests/conformance/test_collective.py::test_ranks_of_one_process_share_no_memory",
     ),
     Mutant(
         "join/collectives/store.py",

@@ -876,12 +876,6 @@ MUTANTS = [
         "tests/conformance/test_collective.py::test_a_store_that_one_rank_cannot_reach",
     ),
     Mutant(
-        "join/collectives/base.py",
-        "            return StoreBoard(self.rank, self.world_size, kept.store)\n",
-        "            return LocalBoard(self.rank, self.world_size)\n",
-        "tests/conformance/test_collective.py::test_ends_in_threads",
-    ),
-    Mutant(
         "join/collectives/shared_memory.py",
         "        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)\n",
         "",

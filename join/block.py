@@ -45,7 +45,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from join.agreement import Values, digest, digest_of, raise_difference, values_of
-from join.collectives import Collective, SingleCollective, TorchCollective, Work
+from join.collectives import Collective, SingleCollective, Sum, TorchCollective
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
@@ -279,7 +279,7 @@ class OpenBlock:
         if self.scope.timeout is not None:  # no burst begins before all ranks have reached it, so the limit is safe
             self._previous_limit = self._collective.limit(timedelta(seconds=2 * self.scope.timeout))
 
-    def notify(self, caller: Any) -> Work | None:
+    def notify(self, caller: Any) -> Sum[int] | None:
         """Announce a burst of ``caller`` to all ranks if it announces; otherwise note that it follows.
 
         Args:

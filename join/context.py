@@ -35,7 +35,7 @@ from join.arguments import (
 )
 from join.batch import PLAIN, Step
 from join.block import BlockAlone, OpenBlock, channels, claim, join_of, joins, release, report_failed_entry
-from join.collectives import Collective, SingleCollective, Work, collective_of
+from join.collectives import Collective, SingleCollective, Sum, collective_of
 from join.errors import JoinError, outside
 from join.failure.guard import FORK
 from join.joinable import NothingAlone, NothingListed
@@ -172,7 +172,7 @@ class Join:
         return self._report()
 
     @staticmethod
-    def notify_join_context(joinable: Any) -> Work | None:
+    def notify_join_context(joinable: Any) -> Sum[int] | None:
         """Announce to the other ranks that this rank is about to run a burst of ``joinable``'s collectives.
 
         Call it in your own :class:`Joinable`, before the collectives of each burst.
@@ -190,8 +190,8 @@ class Join:
         Returns:
             The sum of the header over all ranks, if ``joinable`` announces its bursts: if it is the first in the list,
             or a :class:`Burst`. The sum is still being computed, and has ``wait`` and ``is_completed`` as the work of
-            an all-reduce has. ``None`` for all other joinables, which follow the first one, for a block with
-            ``enable=False``, and outside any block.
+            an all-reduce has. Its ``get_future`` waits. ``None`` for all other joinables, which follow the first one,
+            for a block with ``enable=False``, and outside any block.
 
         Raises:
             JoinError: If a block is open on the joinable's process group and does not list it, or if the block has

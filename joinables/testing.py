@@ -25,6 +25,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
@@ -43,7 +44,6 @@ from join.arguments import checked_timeout
 from join.collectives._torch_private import pytree
 from join.collectives.broken import is_broken
 from join.errors import JoinTimeoutError, PeerError, described
-from join.files import replacing, temporary_folder
 from joinables.processes import ended, ending_forks, start, wait_for_all
 
 __all__ = ["NotExact", "RankFailed", "assert_equals_one_process", "run_ranks", "uneven"]
@@ -116,7 +116,7 @@ def run_ranks(
     """
     limit = checked_timeout(timeout) or _NO_LIMIT
     call = (fn, args) if start_method == "fork" else _pickled(fn, args)
-    with temporary_folder() as name:
+    with tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True) as name:
         results = [Path(name, f"result-{rank}") for rank in range(world_size)]
         with _started(start_method, call, world_size, name, backend, limit) as ranks:
             failed, running = _wait(ranks, results, limit)
@@ -211,8 +211,9 @@ def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limi
         if isinstance(error, (PeerError, JoinTimeoutError)) or is_broken(error):
             time.sleep(_AFTER_FAILURE)
         sys.exit(1)
-    with replacing(Path(folder, f"result-{rank}")) as file:
-        file.write(result)
+    part = Path(folder, f"part-{rank}")
+    part.write_bytes(result)
+    part.replace(Path(folder, f"result-{rank}"))  # which exists as a whole or not at all
     store.set(f"done/{rank}", "")
     store.wait([f"done/{other}" for other in range(world_size)], seconds)
     if dist.is_initialized():

@@ -79,6 +79,7 @@ def test_public_names() -> None:
         "strategies",
     ]
     assert join.collectives.__all__ == [
+        "DONE",
         "Collective",
         "Line",
         "ReduceOp",

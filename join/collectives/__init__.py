@@ -6,13 +6,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from join.collectives.base import Collective, Line, ReduceOp, Sum, Work
+from join.collectives.base import Collective, ReduceOp
+from join.collectives.line import DONE, Line, Sum, Work
 from join.collectives.single import SingleCollective
 from join.collectives.threads import ThreadCollective, run_threads
 from join.collectives.torch import TorchCollective
 from join.collectives.torch import of_group as _of_group
 
 __all__ = [
+    "DONE",
     "Collective",
     "Line",
     "ReduceOp",
@@ -36,12 +38,18 @@ def collective_of(group: Any) -> Collective:
             (a :class:`TorchCollective` only if it is the first of its group).
 
     Raises:
-        ValueError: If ``group`` is ``None`` and ``torch.distributed`` is not initialised.
+        ValueError: If ``group`` is ``None`` and ``torch.distributed`` is not initialised, or if ``group`` is a
+            :class:`Collective` that is not set up.
         TypeError: If ``group`` is something else.
     """
     if isinstance(group, TorchCollective):
         return _of_group.setdefault(group.group, group)
     if isinstance(group, Collective):
+        if not hasattr(group, "rank"):
+            raise ValueError(
+                f"process_group is a collective ({type(group).__name__}) that is not set up. Call its setup(rank,"
+                " world_size) on all ranks first, which calls super().setup(rank, world_size). [J818]"
+            )
         return group
     if group is None:
         if not dist.is_initialized():

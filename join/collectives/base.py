@@ -1,11 +1,16 @@
-"""Interface between the protocol and its transports: :class:`Collective`, and :class:`Line` for sums of small numbers.
+"""Ranks of a process group and their operations, whichever library connects them: :class:`Collective`.
 
-A collective connects the ranks of one process group. Operations are matched by their order: the n-th operation of one
-rank meets the n-th operation of every other rank. A method that returns a :class:`Work` has only started an operation;
-a method that returns a value has completed it.
+A backend for another library derives from :class:`Collective` and writes six methods. Nothing else is needed::
 
-A backend sets its rank and world size, implements the abstract methods, and may override every method that is not
-final.
+    setup(rank, world_size)               connects the ranks, and calls super().setup(rank, world_size)
+    teardown()                            closes the connections, and calls super().teardown()
+    all_reduce, broadcast, all_gather     start an operation on tensors of any device, and return a ``Work``
+    barrier()                             waits for all ranks
+
+The rest is made of these six. Methods under "for backends" may be overridden, where a library has a faster way, or can
+do more when a rank fails. Methods that are ``@final`` stay as they are.
+
+Operations are matched by their order: the n-th operation of one rank meets the n-th operation of every other rank.
 """
 
 from __future__ import annotations
@@ -16,98 +21,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
+from functools import cached_property, partial
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
+import torch.distributed as dist
 from typing_extensions import final, override
 
-from join.collectives.board import Board
+from join.collectives.board import Board, LocalBoard, StoreBoard
+from join.collectives.line import MESSAGES, SUMS, Gather, Line, Sum, Work
+from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine, opened
+from join.collectives.store import agreed_store
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max"]
 
 V = TypeVar("V")
-V_co = TypeVar("V_co", covariant=True)
 
-MESSAGES, SUMS = range(2)
-"""Numbers of the lines of a group: for the messages of the protocol, and for sums between the collectives of bursts."""
 _WORD_BITS = 63  # of an int64 without its sign
-
-
-class Work(Protocol):
-    """A collective that has been started. ``torch.distributed.Work`` is one.
-
-    Once it is done, a method that returns its result raises RuntimeError if it has failed, as ``wait`` does.
-    """
-
-    def wait(self, timeout: timedelta = ..., /) -> bool:
-        """Block until the operation is done.
-
-        Raises:
-            RuntimeError: If ``timeout`` expires first. You may then wait again.
-        """
-        ...
-
-    def is_completed(self) -> bool:
-        """Return whether the operation is done."""
-        ...
-
-
-class _Done:
-    def wait(self, timeout: timedelta | None = None, /) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-DONE: Work = _Done()
-"""An operation that is done. All ranks and callers share it."""
-
-
-class Sum(Work, Protocol[V_co]):
-    """A sum of integers or of floating-point numbers that has been started."""
-
-    nbytes: int
-    """Number of bytes that each rank sends."""
-
-    def total(self) -> V_co:
-        """Return the sum, once the operation is done. It is equal on all ranks to the last bit."""
-        ...
-
-
-class Gather(Work, Protocol):
-    """A few bytes from each rank, whose gathering has been started."""
-
-    def rows(self) -> list[bytes]:
-        """Return the bytes of each rank in rank order, once the operation is done."""
-        ...
-
-
-class Line(ABC):
-    """Sequence of operations over the ranks of a group, in one order on all of them.
-
-    Each operation is done before ``depth`` others are started, apart from one that is read late.
-    """
-
-    depth: ClassVar[int] = 1
-    """The largest number of operations that may run at a time."""
-
-    @abstractmethod
-    def sum(self, number: int, bits: int) -> Sum[int]:
-        """Start summing a number over all ranks.
-
-        Args:
-            number: The number of this rank. Neither it nor the sum is negative.
-            bits: The largest number of bits that the sum may have; equal on all ranks.
-        """
-
-    @abstractmethod
-    def sum_float(self, number: float) -> Sum[float]:
-        """Start summing a floating-point number of 64 bits over all ranks."""
-
-    @abstractmethod
-    def gather(self, data: bytes) -> Gather:
-        """Start gathering a few bytes from each rank, equally many from each."""
 
 
 @dataclass
@@ -115,29 +45,71 @@ class Kept:
     """Facts about a process group that last longer than its ``Join`` blocks.
 
     Attributes:
+        timeout: The seconds that a rank waits for another one in shared memory.
         agreed: Results on which the ranks agreed in earlier blocks, by the digest of a block's arguments
             (``join.block``). They are equal on all ranks, and empty before the first block.
         watch: The watch of the group (``join.failure.watch``).
         lost: The failure of a block, after which ranks may wait in different collectives; "" without one.
+        is_connected: Whether the ranks know what carries their messages.
+        segment: Memory that all ranks share; ``None`` if not all ranks can reach it.
+        lanes: Lanes of the shared memory that are in use, by the number of their line.
+        companion: The second collective of the group, if it has been made.
+        store: The store that the ranks have made for their notes, if they needed one.
     """
 
+    timeout: float = 1800.0
     agreed: dict[int, Any] = field(default_factory=dict[int, Any])
     watch: Any = None
     lost: str = ""
+    is_connected: bool = False
+    segment: Segment | None = None
+    lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
+    companion: Any = None
+    store: dist.Store | None = None
 
 
 class Collective(ABC):
     """Ranks of one process group and their common operations. Tensors may be on any device that the group supports.
 
-    A collective is connected from the start.
+    The constructor only stores its arguments, for :meth:`setup`. An operation returns a :class:`Work` once it has
+    started. A backend whose operations block returns ``DONE``. A rank in such an operation sees the failure of another
+    rank only when the operation fails.
     """
 
     rank: int
-    """This rank, counted from 0."""
+    """This rank, counted from 0; from ``setup`` on."""
     world_size: int
-    """The number of ranks."""
+    """The number of ranks; from ``setup`` on."""
     waiter: Callable[[Work], object] | None = None
     """While a block is open, waits for an operation and looks at the other ranks meanwhile."""
+
+    def setup(self, rank: int, world_size: int) -> None:
+        """Connect the ranks; called on all ranks, before any operation.
+
+        Args:
+            rank: This rank, counted from 0.
+            world_size: The number of ranks.
+
+        Raises:
+            ValueError: If there is no such rank, or if the ranks are connected already, with different numbers.
+        """
+        known = (self.rank, self.world_size) if hasattr(self, "rank") else None
+        if not 0 <= rank < world_size or (known or (rank, world_size)) != (rank, world_size):
+            state = "is not set up" if known is None else f"is rank {known[0]} of {known[1]}"
+            raise ValueError(
+                f"setup(rank={rank}, world_size={world_size}) is not possible for this {type(self).__name__}, which"
+                f" {state}. Pass a rank from 0 on and the number of ranks, and call teardown() before you change them."
+                " [J817]"
+            )
+        self.rank, self.world_size = rank, world_size
+
+    def teardown(self) -> None:
+        """Close the connections. A second call does nothing.
+
+        The other ranks may be gone, so this waits for none of them. Afterwards, ``setup`` may be called again.
+        """
+        for name in ("rank", "world_size", "kept"):
+            vars(self).pop(name, None)
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -156,7 +128,7 @@ class Collective(ABC):
         """
 
     @abstractmethod
-    def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
+    def all_gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         """Start copying ``tensor`` of every rank into ``outputs``, in rank order.
 
         Args:
@@ -167,72 +139,11 @@ class Collective(ABC):
             ValueError: If ``outputs`` do not match, before anything is sent.
         """
 
-    @property
-    def kept(self) -> Kept:
-        """Facts about the group that last longer than its blocks."""
-        return vars(self).setdefault("_kept", Kept())
+    def barrier(self) -> None:
+        """Wait until all ranks have called this. By default, the ranks reduce one number."""
+        self.reduce_boolean_decision(True)
 
-    def companion(self) -> Collective:
-        """Return a second collective of the same ranks, whose operations do not mix with the operations of this one.
-
-        Every call returns the same object. The first call happens on all ranks, in the same order among their
-        operations. A backend without a second collective returns this one.
-        """
-        return self
-
-    def line(self, number: int = MESSAGES) -> Line:
-        """Return the line of this number. Objects of several calls continue one sequence of operations.
-
-        By default, each sum is an all-reduce of the companion. A backend may have a faster way. The first call happens
-        on all ranks, in the same order among their operations.
-
-        Args:
-            number: ``MESSAGES`` for a line whose operations do not mix with the operations of this collective, if the
-                backend has a companion. ``SUMS`` for sums between these operations, in one order with them on all
-                ranks, after all ranks have asked for the other line.
-        """
-        return GroupLine(self if number == SUMS else self.companion())
-
-    @abstractmethod
-    def board(self) -> Board:
-        """Return the board for notes between ranks: in the store, or in memory that :meth:`line` found to be shared."""
-
-    def issued_counter(self) -> Callable[[], int]:
-        """Return a function that returns the number of operations started on the group on this rank.
-
-        The function returns 0 if the backend does not count.
-        """
-        return int
-
-    def limit(self, timeout: timedelta) -> timedelta | None:
-        """Make operations of the group fail if they take longer than ``timeout``, if the backend supports it.
-
-        Returns:
-            The previous limit; ``None`` if nothing was changed.
-        """
-        return None
-
-    @property
-    def keeps_store(self) -> bool:
-        """Whether one of the ranks hosts the store of the notes."""
-        return True
-
-    def abort(self, *, connections: bool = False) -> bool:
-        """Abort the operations of this process on its accelerators, which may otherwise never end.
-
-        Any thread may call this once a rank has failed. The process groups of this process are unusable afterwards.
-
-        Args:
-            connections: Whether to close the connections of this group, too, so that other ranks stop waiting for this
-                one. Pass ``True`` if the ranks did not all fail at the same place.
-
-        Returns:
-            Whether this process has groups on accelerators.
-        """
-        return False
-
-    def hold(self) -> None:
-        """Never run the group's destructor, which would wait for an operation that no other rank joins."""
+    # -- made of these operations -------------------------------------------------------------------------------------
 
     @final
     def finish(self, work: Work, *, on_cpu: bool = True) -> None:
@@ -273,27 +184,6 @@ class Collective(ABC):
         return value if is_source else pickle.loads(data)
 
     @final
-    @torch.no_grad()
-    def all_gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Return ``tensor`` of every rank, in rank order.
-
-        Args:
-            tensor: A tensor of the same shape and dtype on all ranks.
-            outputs: Tensors to fill and return, one like ``tensor`` for each rank; by default, new tensors.
-
-        Raises:
-            ValueError: If the number, shapes, dtypes or devices of ``outputs`` do not match, before anything is sent.
-        """
-        if outputs is None:
-            outputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
-        received = [output.contiguous() for output in outputs]  # which returns contiguous tensors themselves
-        self.finish(self.all_gather_into(tensor, received), on_cpu=tensor.is_cpu)
-        for output, gathered in zip(outputs, received, strict=True):
-            if output is not gathered:
-                output.copy_(gathered)
-        return list(outputs)
-
-    @final
     def all_gather_object(self, value: Any, *, plain: bool = False) -> list[Any]:
         """Return ``value`` of every rank, in rank order. It is pickled.
 
@@ -306,12 +196,13 @@ class Collective(ABC):
                 arrive as JSON.
         """
         data, ok = _packed(value, plain)
-        heads = self.all_gather(torch.tensor([len(data), ok], dtype=torch.int64, device="cpu"))
-        sizes = [int(head[0]) for head in heads]
+        heads = torch.empty(self.world_size, 2, dtype=torch.int64, device="cpu")
+        self.finish(self.all_gather(torch.tensor([len(data), ok], device="cpu"), heads.unbind()))
+        sizes = cast("list[int]", heads[:, 0].tolist())
         data.extend(bytes(max(sizes) - len(data)))
         received = [bytearray(max(sizes)) for _ in sizes]
         outputs = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
-        self.all_gather(torch.frombuffer(data, dtype=torch.uint8), outputs)
+        self.finish(self.all_gather(torch.frombuffer(data, dtype=torch.uint8), outputs))
         texts = [buffer[:size] for buffer, size in zip(received, sizes, strict=True)]
         failed = [f"rank {rank}: {texts[rank].decode()}" for rank, head in enumerate(heads) if not head[1]]
         if failed:
@@ -324,11 +215,6 @@ class Collective(ABC):
         return [value if rank == self.rank else pickle.loads(text) for rank, text in enumerate(texts)]
 
     @final
-    def barrier(self) -> None:
-        """Wait until all ranks have called this."""
-        self.reduce_boolean_decision(True)
-
-    @final
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks passed ``True``, or with ``all=False`` whether any did; equal on every rank."""
         vote = torch.tensor([int(decision)], device="cpu")
@@ -336,6 +222,102 @@ class Collective(ABC):
         return bool(vote.item())
 
     # -- for backends -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def kept(self) -> Kept:
+        """Facts about the group that last longer than its blocks."""
+        return Kept()
+
+    def companion(self) -> Collective:
+        """Return a second collective of the same ranks, whose operations do not mix with the operations of this one.
+
+        Every call returns the same object. The first call happens on all ranks, in the same order among their
+        operations. A backend without a second collective returns this one.
+        """
+        return self
+
+    def line(self, number: int = MESSAGES) -> Line:
+        """Return the line of this number. Objects of several calls continue one sequence of operations.
+
+        Ranks on one machine share memory. For others, each sum is an all-reduce of the companion. The first call
+        happens on all ranks, in the same order among their operations.
+
+        Args:
+            number: ``MESSAGES`` for a line whose operations do not mix with the operations of this collective, if the
+                backend has a companion. ``SUMS`` for sums between these operations, in one order with them on all
+                ranks, after all ranks have asked for the other line.
+        """
+        kept = self.kept
+        if not kept.is_connected:
+            share = partial(self.broadcast_object, source=0, plain=True)
+            kept.segment = opened(self.rank, self.world_size, share)  # before the vote, for a note of a rank that fails
+            if not self.reduce_boolean_decision(kept.segment is not None):
+                kept.segment = None
+                self.connect()
+            kept.is_connected = True
+
+        def over_group() -> Line:
+            return GroupLine(self if number == SUMS else self.companion())
+
+        if kept.segment is None:
+            return over_group()
+        if number not in kept.lanes:
+            kept.lanes[number] = Lane(kept.segment, number, kept.timeout)
+        return SharedMemoryLine(kept.lanes[number], over_group)
+
+    def connect(self) -> None:
+        """Prepare messages between ranks that share no memory; called once, on all ranks in the same place.
+
+        By default, rank 0 makes a store for notes.
+
+        Raises:
+            RuntimeError: On all ranks, if one of them cannot connect.
+        """
+        self.kept.store = agreed_store(self.rank, partial(self.all_gather_object, plain=True))
+
+    def board(self) -> Board:
+        """Return the board for notes between ranks, in the memory or the store that :meth:`line` has found.
+
+        Before, and without one, no rank reads the notes of another one.
+        """
+        kept = self.kept
+        if kept.segment is not None:
+            return SharedBoard(kept.segment)
+        if kept.store is not None:
+            return StoreBoard(self.rank, self.world_size, kept.store)
+        return LocalBoard(self.rank, self.world_size)
+
+    def issued_counter(self) -> Callable[[], int]:
+        """Return a function that returns the number of operations started on the group on this rank.
+
+        The function returns 0 if the backend does not count.
+        """
+        return int
+
+    def limit(self, timeout: timedelta) -> timedelta | None:
+        """Make operations of the group fail if they take longer than ``timeout``, if the backend supports it.
+
+        Returns:
+            The previous limit; ``None`` if nothing was changed.
+        """
+        return None
+
+    def abort(self, *, connections: bool = False) -> bool:
+        """Abort the operations of this process on its accelerators, which may otherwise never end.
+
+        Any thread may call this once a rank has failed. The process groups of this process are unusable afterwards.
+
+        Args:
+            connections: Whether to close the connections of this group, too, so that other ranks stop waiting for this
+                one. Pass ``True`` if the ranks did not all fail at the same place.
+
+        Returns:
+            Whether this process has groups on accelerators.
+        """
+        return False
+
+    def hold(self) -> None:
+        """Never run the group's destructor, which would wait for an operation that no other rank joins."""
 
     @final
     def _check_source(self, source: int) -> None:
@@ -348,18 +330,14 @@ class Collective(ABC):
             raise ValueError(
                 f"outputs has {len(outputs)} tensors for {self.world_size} ranks. Pass one tensor for each rank. [J032]"
             )
-        wanted = (tensor.dtype, tensor.shape, tensor.device)
         for rank, output in enumerate(outputs):
-            if (output.dtype, output.shape, output.device) != wanted:
+            if (output.dtype, output.shape, output.device) != (tensor.dtype, tensor.shape, tensor.device) or (
+                not output.is_contiguous()
+            ):
                 raise ValueError(
-                    f"The output for rank {rank} is {describe(output.dtype, output.shape)} on {output.device}, but the"
-                    f" tensor is {describe(tensor.dtype, tensor.shape)} on {tensor.device}. Pass an output like the"
-                    " tensor. [J033]"
-                )
-            if not output.is_contiguous():
-                raise ValueError(
-                    f"The output for rank {rank} is not contiguous. Pass a contiguous tensor, or call all_gather()."
-                    " [J034]"
+                    f"The output for rank {rank} is {describe(output.dtype, output.shape)} on {output.device}, with the"
+                    f" strides {output.stride()}, but the tensor is {describe(tensor.dtype, tensor.shape)} on"
+                    f" {tensor.device}. Pass a contiguous output like the tensor. [J033]"
                 )
 
 
@@ -399,7 +377,7 @@ class _GroupGather:
     def __init__(self, collective: Collective, data: bytes) -> None:
         self._data, self._size = bytearray(collective.world_size * len(data)), len(data)
         rows = cast("Sequence[torch.Tensor]", torch.frombuffer(self._data, dtype=torch.uint8).split(self._size))
-        work = collective.all_gather_into(torch.frombuffer(bytearray(data), dtype=torch.uint8), rows)
+        work = collective.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8), rows)
         self.wait, self.is_completed = work.wait, work.is_completed
 
     def rows(self) -> list[bytes]:
@@ -407,7 +385,7 @@ class _GroupGather:
         return [bytes(self._data[begin : begin + self._size]) for begin in range(0, len(self._data), self._size)]
 
 
-class _GroupSum(Generic[V]):
+class _GroupSum(Sum[V], Generic[V]):
     """All-reduce of a tensor, from which ``read`` makes the sum."""
 
     def __init__(self, work: Work, tensor: torch.Tensor, read: Callable[[torch.Tensor], V]) -> None:

@@ -90,6 +90,8 @@ class Board(ABC):
 
     outlives: ClassVar[bool] = True
     """Whether the message of a rank remains readable after its process has ended."""
+    of_ranks = True
+    """Whether one of the ranks keeps it, so that a lost board means a lost rank."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -179,8 +181,9 @@ class StoreBoard(Board):
 
     outlives = False
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
+    def __init__(self, rank: int, world_size: int, store: dist.Store, *, of_ranks: bool = True) -> None:
         super().__init__(rank, world_size)
+        self.of_ranks = of_ranks
         self._shared_store, self._own_store = store, None
         self._watched = (rank - 1) % world_size  # the rank whose beats this rank reads; another rank reads its own
         self._next_beat = 0.0
@@ -230,6 +233,15 @@ class StoreBoard(Board):
         texts = [value.decode(errors="replace") for value in self._store.multi_get(keys)] if keys else []
         block = f"{self.block} "
         return [text.removeprefix(block) for text in texts if text.startswith(block)]
+
+
+class LocalBoard(StoreBoard):
+    """Board that only this rank reads, as long as it shares none with other ranks."""
+
+    outlives = True
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size, dist.HashStore())
 
 
 def _key_of(kind: str, number: int) -> str:

@@ -31,15 +31,15 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from typing_extensions import final, override
 
 from join.collectives._torch_private import profiled
-from join.collectives.base import SUMS, Collective, Gather, Line, Sum
 from join.collectives.board import Board, Kind
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
-from join.collectives.store import machine
+from join.collectives.line import SUMS, Gather, Line, Sum
 from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
 
@@ -107,24 +107,42 @@ class _Address(NamedTuple):
         return f"/proc/{self.process}/fd/{self.file}"
 
 
-def opened(collective: Collective) -> Segment | None:
-    """Return memory of all ranks; ``None`` if this rank cannot open it. All ranks call this, and vote afterwards."""
-    rank, world_size = collective.rank, collective.world_size
+def opened(rank: int, world_size: int, share: Callable[[Any], Any]) -> Segment | None:
+    """Return memory of all ranks; ``None`` if this rank cannot open it. All ranks call this, and vote afterwards.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        share: Returns the argument of rank 0 on all ranks, which is sent as JSON.
+    """
     created: _Address | None = None
     if rank == 0 and not obstacle():
         with suppress(OSError):
             created = _create(world_size)
-    received: list[Any] | None = collective.broadcast_object(created, 0, plain=True)
+    received: list[Any] | None = share(created)
     address = None if received is None else _Address(*received)
+    if address is None or _rank_here.setdefault(address.name, rank) != rank:
+        return None
     # Rank 0 uses the file that it has created, because closing a second one would release its lock.
-    file = None if address is None else address.file if rank == 0 else _open(address)
+    file = address.file if rank == 0 else _open(address)
     with suppress(OSError):
         return None if file is None else Segment(file, rank, world_size)
 
 
+_rank_here: dict[str, int] = {}
+"""The rank of this process, by the name of a memory. Threads of a process share none, since a process has the locks."""
+
+
 def _here() -> str:
-    """Return a text that is equal for processes of this machine with the same version of this library."""
-    return f"{VERSION} {machine()}"
+    """Return a text that is equal for processes with the same version of this library on this machine.
+
+    The processes of two containers have different texts, because they see each other under different numbers.
+
+    Raises:
+        OSError: If this is not Linux.
+    """
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{VERSION} {machine} {os.readlink('/proc/self/ns/pid')}"
 
 
 def obstacle() -> str:
@@ -334,7 +352,7 @@ class _Numbers:
 
 
 @final
-class _Sum(_Numbers):
+class _Sum(_Numbers, Sum[int]):
     """Sum over a lane."""
 
     def total(self) -> int:
@@ -345,7 +363,7 @@ class _Sum(_Numbers):
 
 
 @final
-class _FloatSum(_Numbers):
+class _FloatSum(_Numbers, Sum[float]):
     """Sum of floating-point numbers. Each rank adds the same bits in the same order."""
 
     def total(self) -> float:

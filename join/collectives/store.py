@@ -1,35 +1,17 @@
-"""Stores in which ranks meet: :func:`local_store`, :func:`fresh_store`.
-
-A store may have keys of ranks that are gone. The store of torchrun outlives a restart of all ranks, possibly with a
-different number of ranks, and the earlier ranks need not all have reached the same point. So ranks that need a part of
-the store for themselves (:func:`fresh_store`) do not rely on counters. Rank 0 chooses a name that was never used, and
-makes sure that the ranks that receive it are running now::
-
-    rank 0                                          any other rank
-    "job"                                           waits for "job"; raises if it is in another one
-                                                    "hello": a word of its own, never used before
-    for each "hello": the name, under that word
-    (again, if an earlier rank left the word)       waits for the name under its word
-    waits for all "met"                             "met", under the name
-"""
+"""Stores that ranks make for themselves: :func:`local_store` and :func:`agreed_store`."""
 
 from __future__ import annotations
 
-import os
 import socket
-import time
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch.distributed as dist
 
-from join.collectives.board import printable
+from join.collectives.timeouts import TIMEOUTS
 
 _LOOPBACK = "127.0.0.1"
-_LONGEST_PAUSE = 0.05  # seconds, before rank 0 looks again
 
 
 def local_store(listening: socket.socket | None = None) -> dist.TCPStore:
@@ -44,66 +26,39 @@ def local_store(listening: socket.socket | None = None) -> dist.TCPStore:
     return dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
 
-def machine() -> str:
-    """Return a text that is equal only for processes of this machine that see each other under the same numbers.
+def agreed_store(rank: int, gather: Callable[[Any], list[Any]]) -> dist.Store:
+    """Return a store that rank 0 makes for all ranks: on 127.0.0.1 if they have one host name, or on all interfaces.
+
+    Args:
+        rank: This rank.
+        gather: Gathers an object of each rank.
 
     Raises:
-        OSError: If this is not Linux.
+        RuntimeError: On all ranks, if one of them cannot connect.
     """
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    hosts = gather(socket.gethostname())
+    host = _LOOPBACK if len(set(hosts)) == 1 else hosts[0]
 
+    def served() -> dist.TCPStore:
+        return local_store() if host == _LOOPBACK else dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
-def job_of(environ: Mapping[str, str], world_size: int) -> str:
-    """Return a text that is equal for all ranks of a job, and in practice different for ranks of another job."""
-    names = ["TORCHELASTIC_RUN_ID"] if "TORCHELASTIC_RUN_ID" in environ else ["SLURM_JOB_ID", "PMIX_NAMESPACE"]
-    if "RANK" not in environ:  # otherwise each node may have a step of its own
-        names.append("SLURM_STEP_ID")
-    known = [f"{name}={environ[name]}" for name in names if name in environ]
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):  # an agent may start a different number of ranks later
-        known.append(f"{world_size} ranks")
-    return ", ".join([*known, f"user {os.getuid()}"])
-
-
-def fresh_store(store: dist.Store, rank: int, world_size: int, environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """Return a view of ``store`` without keys. All ranks that meet there call this, equally often.
-
-    Raises:
-        RuntimeError: If another job has opened the store.
-        torch.distributed.DistStoreError: If some ranks do not arrive within the time limit of ``store``.
-    """
-    own = job_of(environ, world_size)
-    if rank == 0:
-        store.set("job", own)
-        return _lead(store, world_size)
-    if (job := printable(store.get("job").decode(errors="replace"))) != own:
+    store, failure = _tried(served) if rank == 0 else (None, "")
+    port = gather(0 if store is None else store.port)[0]
+    if rank > 0 and port:
+        limit = timedelta(seconds=TIMEOUTS.silent)
+        store, failure = _tried(lambda: dist.TCPStore(host, port, is_master=False, timeout=limit))
+    failures = [f"rank {other}: {text}" for other, text in enumerate(gather(failure)) if text]
+    if store is None or failures:
         raise RuntimeError(
-            f"Rank {rank} of a job ({own}) has reached the store of another job ({job}). Start each job with a"
-            " MASTER_ADDR and MASTER_PORT of its own. [J572]"
+            f"Ranks cannot reach the store at {host}:{port} in which rank 0 keeps their notes ({'; '.join(failures)})."
+            " Let the host name of rank 0 resolve to an address that all machines reach, or override connect() and"
+            " board() of the collective. [J819]"
         )
-    word = uuid.uuid4().hex
-    store.set(f"hello/{rank}", word)
-    name = store.get(f"name/{word}").decode()
-    fresh = dist.PrefixStore(name, store)
-    fresh.set(f"met/{rank}", "")
-    return fresh
+    return store
 
 
-def _lead(store: dist.Store, world_size: int) -> dist.Store:
-    name = f"launch/{uuid.uuid4().hex}"
-    fresh = dist.PrefixStore(name, store)
-    missing = list(range(1, world_size))
-    limit = cast("timedelta", store.timeout)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-    deadline, pause = time.monotonic() + limit.total_seconds(), 0.001
-    words: dict[int, str] = {}  # the words under which the ranks were sent the name
-    while missing := [rank for rank in missing if not fresh.check([f"met/{rank}"])]:
-        if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"ranks {missing} of {world_size} have not arrived at the launch")
-        for rank in missing:
-            if store.check([f"hello/{rank}"]):
-                word = store.get(f"hello/{rank}").decode(errors="replace")
-                if words.get(rank) != word:
-                    store.set(f"name/{word}", name)
-                    words[rank] = word
-        time.sleep(pause)  # a wait for their keys would print a warning of torch when it expires
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    return fresh
+def _tried(make: Callable[[], dist.TCPStore]) -> tuple[dist.TCPStore | None, str]:
+    try:
+        return make(), ""
+    except (OSError, RuntimeError) as error:
+        return None, str(error) or type(error).__name__

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import Collective, ReduceOp, Work, check_op, describe
+from join.collectives.base import Collective, GroupLine, ReduceOp, check_op, describe
 from join.collectives.board import Board, StoreBoard
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
+from join.collectives.line import MESSAGES, SUMS, Line, Work
 
 T = TypeVar("T")
 _REDUCTIONS = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
@@ -92,12 +93,10 @@ class _ThreadBoard(StoreBoard):
 
 
 class ThreadCollective(Collective):
-    """One rank of a world of threads."""
+    """One rank of a world of threads, for :func:`run_threads`."""
 
-    def __init__(self, world: _World, rank: int) -> None:
-        self.rank, self.world_size = rank, world.size
+    def __init__(self, world: _World) -> None:
         self._world, self._count = world, 0
-        self._companion: ThreadCollective | None = None
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -115,7 +114,7 @@ class ThreadCollective(Collective):
         )
 
     @override
-    def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
+    def all_gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         self._check_outputs(tensor, outputs)
         # Tensors are cloned, because a rank may gather into the tensor that it passes.
         return self._join_operation("all_gather", tensor, outputs, lambda tensors: [each.clone() for each in tensors])
@@ -155,14 +154,20 @@ class ThreadCollective(Collective):
         return operation
 
     @override
-    def companion(self) -> ThreadCollective:
-        if self._companion is None:
-            with self._world.lock:
-                if self._world.companion is None:
-                    self._world.companion = _World(self._world.size, self._world.timeout)
-                    self._world.companion.ended = self._world.ended
-            self._companion = ThreadCollective(self._world.companion, self.rank)
-        return self._companion
+    def companion(self) -> Collective:
+        kept, world = self.kept, self._world
+        if kept.companion is None:
+            with world.lock:
+                if world.companion is None:
+                    world.companion = _World(world.size, world.timeout)
+                    world.companion.ended = world.ended
+            kept.companion = ThreadCollective(world.companion)
+            kept.companion.setup(self.rank, self.world_size)
+        return kept.companion
+
+    @override
+    def line(self, number: int = MESSAGES) -> Line:
+        return GroupLine(self if number == SUMS else self.companion())
 
     @override
     def board(self) -> Board:
@@ -193,8 +198,10 @@ def run_threads(world_size: int, fn: Callable[[ThreadCollective], T], timeout: f
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
+        collective = ThreadCollective(world)
+        collective.setup(rank, world_size)
         try:
-            results[rank] = fn(ThreadCollective(world, rank))
+            results[rank] = fn(collective)
         except BaseException as error:
             errors.append(error)
             world.end(rank, BrokenCollective(f"rank {rank} raised {type(error).__name__}: {error}", [rank]))

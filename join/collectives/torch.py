@@ -8,7 +8,6 @@ synchronisation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from join.collectives import shared_memory
 from join.collectives._torch_private import (
     Aside,
     abort_on_devices,
@@ -33,31 +31,16 @@ from join.collectives._torch_private import (
     store_of,
     timeout_of,
 )
-from join.collectives.base import MESSAGES, Collective, Kept, Line, ReduceOp, Work, as_bytes, check_op
+from join.collectives.base import Collective, Kept, ReduceOp, as_bytes, check_op
 from join.collectives.board import Board, StoreBoard
-from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine
+from join.collectives.line import Work
 from join.collectives.timeouts import TIMEOUTS
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-@dataclass
-class _Shared:
-    """State that all collectives of one process group have in common, one after the other."""
-
-    timeout: float
-    """Seconds that an operation may take, by the group's own limit."""
-    companion: TorchCollective | None = None
-    has_tried: bool = False
-    """Whether the ranks have tried to share memory."""
-    segment: Segment | None = None
-    """Memory that all ranks share; ``None`` if not all ranks can reach it."""
-    kept: Kept = field(default_factory=Kept)
-    lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
-    """Lanes of the shared memory that are in use, by the number of their line."""
-
-
-_shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[dist.ProcessGroup, Kept] = WeakKeyDictionary()
+"""Facts that all collectives of one process group have in common, one after the other."""
 
 of_group: WeakValueDictionary[dist.ProcessGroup, TorchCollective] = WeakValueDictionary()
 """Collective of each process group. A group must not outlive its user's last reference to it, so the references are
@@ -66,7 +49,7 @@ weak.
 
 
 class TorchCollective(Collective):
-    """Ranks of a process group, which belongs to its creator.
+    """Ranks of a process group, which belongs to its creator. So they are connected before ``setup`` already.
 
     Args:
         group: The process group. :func:`join.collectives.collective_of` returns its collective.
@@ -75,8 +58,7 @@ class TorchCollective(Collective):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         self._cpu_group = group if has_cpu_backend(group) else None
-        self._shared = _shared.setdefault(group, _Shared(timeout_of(group).total_seconds()))
-        self._kept = self._shared.kept
+        self.kept = _kept.setdefault(group, Kept(timeout_of(group).total_seconds()))
         let_go_before_exit(group)
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
@@ -86,17 +68,22 @@ class TorchCollective(Collective):
         return self.companion().group if tensor.is_cpu else self.group
 
     @override
+    def teardown(self) -> None:
+        """Do nothing, since the group and its connections belong to its creator."""
+
+    @override
     def companion(self) -> TorchCollective:
         # The companion carries CPU tensors only, whatever the backend of the group.
-        if self._shared.companion is None:
-            ranks, limit = distributed_c10d.get_process_group_ranks(self.group), self._shared.timeout
+        if self.kept.companion is None:
+            ranks, limit = distributed_c10d.get_process_group_ranks(self.group), self.kept.timeout
             make = partial(dist.new_group, ranks, timedelta(seconds=limit), "gloo", use_local_synchronization=True)
             with for_small_messages():
                 self.finish(making := Aside(make, or_here=True))
-            self._shared.companion = TorchCollective(making.result)
-        return self._shared.companion
+            self.kept.companion = TorchCollective(making.result)
+        return self.kept.companion
 
-    def _make_companion(self) -> None:
+    @override
+    def connect(self) -> None:
         """Make the companion on all ranks, or raise an error on all.
 
         Raises:
@@ -108,7 +95,7 @@ class TorchCollective(Collective):
         except RuntimeError as error:  # there may be no free file for its connections
             failure = error
         # By the group itself, whose connections break if a rank ends, unless it has no backend for the CPU.
-        made = self.all_gather(torch.tensor([failure is None], device="cpu")) if self._cpu_group is not None else []
+        made = self.all_gather_object(failure is None, plain=True) if self._cpu_group is not None else []
         if failure is not None:
             raise failure
         if lacking := ", ".join(f"rank {rank}" for rank, has_made in enumerate(made) if not has_made):
@@ -118,26 +105,12 @@ class TorchCollective(Collective):
             )
 
     @override
-    def line(self, number: int = MESSAGES) -> Line:
-        shared, over_group = self._shared, partial(super().line, number)
-        if not shared.has_tried:
-            shared.segment = shared_memory.opened(self)  # before the vote, for a note of a rank that fails here
-            if not self.reduce_boolean_decision(shared.segment is not None):
-                shared.segment = None
-                self._make_companion()
-            shared.has_tried = True
-        if shared.segment is None:
-            return over_group()
-        if number not in shared.lanes:
-            shared.lanes[number] = Lane(shared.segment, number, shared.timeout)
-        return SharedMemoryLine(shared.lanes[number], over_group)
-
-    @override
     def board(self) -> Board:
-        shared = self._shared
-        if shared.segment is not None:
-            return SharedBoard(shared.segment)
-        return StoreBoard(self.rank, self.world_size, store_of(self.group))
+        if self.kept.segment is not None:
+            return super().board()
+        # Under a launcher, an agent beside rank 0 keeps the store.
+        of_ranks = 0 in distributed_c10d.get_process_group_ranks(self.group)
+        return StoreBoard(self.rank, self.world_size, store_of(self.group), of_ranks=of_ranks)
 
     @override
     def issued_counter(self) -> Callable[[], int]:
@@ -147,20 +120,15 @@ class TorchCollective(Collective):
     def limit(self, timeout: timedelta) -> timedelta | None:
         return limit(self.group, timeout)
 
-    @property
-    @override
-    def keeps_store(self) -> bool:
-        return 0 in distributed_c10d.get_process_group_ranks(self.group)  # under a launcher, an agent beside rank 0
-
     @override
     def abort(self, *, connections: bool = False) -> bool:
-        groups = [each.group for each in (self, self._shared.companion) if each is not None and connections]
+        groups = [each.group for each in (self, self.kept.companion) if each is not None and connections]
         return abort_on_devices(TIMEOUTS.note, [partial(close_connections, group) for group in groups])
 
     @override
     def hold(self) -> None:
-        if self._shared.companion is not None:
-            never_destroy(self._shared.companion.group)
+        if self.kept.companion is not None:
+            never_destroy(self.kept.companion.group)
         never_destroy_at_exit(self.group)
 
     @override
@@ -184,7 +152,7 @@ class TorchCollective(Collective):
         return group.broadcast([tensor], options)
 
     @override
-    def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
+    def all_gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         self._check_outputs(tensor, outputs)
         # Tensors are sent as bytes, because gloo does not support every dtype.
         group = self._group_for(tensor)

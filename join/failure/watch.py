@@ -107,7 +107,7 @@ def watch_of(collective: Collective) -> Watch:
     """Return the watch of a group."""
     kept = collective.kept
     if kept.watch is None:
-        kept.watch = Watch(collective.board, keeps_store=collective.keeps_store)
+        kept.watch = Watch(collective.board)
     return kept.watch
 
 
@@ -116,16 +116,14 @@ class Watch:
 
     Args:
         open_board: Returns the board for the first block.
-        keeps_store: Whether one of the ranks hosts the store, so that a lost store means a lost rank.
     """
 
-    def __init__(self, open_board: Callable[[], Board], keeps_store: bool = True) -> None:
+    def __init__(self, open_board: Callable[[], Board]) -> None:
         self.board = open_board()
         """The board that it reads."""
         self._older: Board | None = None  # that other ranks may still read in this block
         self.block = Watched(0, Wait(1), is_open=False, is_done=True)
         """The open block, or the last one."""
-        self._keeps_store = keeps_store
         self._threads = list[threading.Thread]()  # the last one reads the board; an older one waits for a store
         self.is_fork = False
         """Whether this process was forked from the rank, which has the thread and the connections."""
@@ -281,7 +279,7 @@ class Watch:
             block.failed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not (block.is_open and self._is_needed()), TIMEOUTS.abort)
-        if block.is_open and self._is_needed() and self._keeps_store:
+        if block.is_open and self._is_needed() and self.board.of_ranks:
             self._abort_for(block, News())
         while block.is_open and self._is_needed():
             time.sleep(TIMEOUTS.look)

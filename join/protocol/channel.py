@@ -54,10 +54,10 @@ import torch
 
 from join.agreement import Values, values_of
 from join.batch import PLAIN, Step
-from join.collectives import Collective, Work
+from join.collectives import DONE, Collective, Sum
 from join.collectives._torch_private import profiled
-from join.collectives.base import DONE, SUMS
 from join.collectives.board import Progress
+from join.collectives.line import SUMS
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.guard import Guard
@@ -246,7 +246,7 @@ class Channel:
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
-    def announce(self, joinable: Joinable) -> Work:
+    def announce(self, joinable: Joinable) -> Sum[int]:
         """Announce to all ranks that this rank is about to run a burst.
 
         Args:

@@ -42,9 +42,9 @@ from typing import Any, Protocol
 import torch
 
 from join.errors import described
-from join.files import replacing, save
 from joinables._torch.objects import mark_stepped
 from joinables.modules import replaced
+from joinables.trainer.files import replacing, save
 from joinables.trainer.metrics import MetricStore
 from joinables.trainer.run import Run
 

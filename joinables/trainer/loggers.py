@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from typing_extensions import override
 
-from join.files import replacing
+from joinables.trainer.files import replacing
 from joinables.trainer.metrics import Shown
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.output import screen

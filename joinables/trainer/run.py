@@ -332,7 +332,9 @@ class Run:
     def gather(self, value: Any) -> torch.Tensor:
         """Return a tensor of each rank, stacked; arguments as of ``TrainModule.all_gather``."""
         tensor = self._agreed("all_gather", value)
-        return torch.stack(self.collective.all_gather(tensor))
+        stacked = tensor.new_empty((self.collective.world_size, *tensor.shape))
+        self.collective.finish(self.collective.all_gather(tensor, stacked.unbind()), on_cpu=tensor.is_cpu)
+        return stacked
 
     def reduce(self, value: Any, op: Reduction) -> torch.Tensor:
         """Return a tensor reduced over all ranks; arguments as of ``TrainModule.reduce``."""

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class Strategy:
     """Training on the ranks of a run; this base class trains in a single process, without a wrapper.
 
-    One object serves one trainer. To train over ranks that you connect yourself, derive from this class, make
-    ``collective`` in ``setup``, and close it in ``teardown``. To add to torch's, derive from :class:`DDPStrategy`, and
+    One object serves one trainer. To train over ranks that you connect yourself, derive from this class, and make and
+    set up ``collective`` in ``setup``. To add to torch's, derive from :class:`DDPStrategy`, and
     set ``collective_of(Mine(torch.distributed.group.WORLD))``, where ``Mine`` derives from ``TorchCollective``.
     """
 
@@ -69,7 +69,7 @@ class Strategy:
         return fn(*args)
 
     def setup(self) -> None:
-        """Make ``collective``; called first in a run, on all ranks."""
+        """Make and set up ``collective``; called first in a run, on all ranks."""
         self.collective = SingleCollective()
 
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
@@ -137,6 +137,7 @@ class Strategy:
         not wait for them.
         """
         self._module = torch.nn.Module()
+        self.collective.teardown()
         del self.collective
 
     def state_dict(self) -> dict[str, bool]:

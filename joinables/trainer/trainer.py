@@ -24,7 +24,6 @@ from typing_extensions import Never
 
 from join import JoinReport
 from join.collectives._torch_private import pytree
-from join.files import temporary_folder
 from join.options import check_loader
 from joinables.modules import keeping_modes, replaced
 from joinables.processes import ending_forks
@@ -33,6 +32,7 @@ from joinables.trainer.accelerator import accelerator_of, release
 from joinables.trainer.arguments import check_choice, check_kinds
 from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, checkpoint_io_of, load_checkpoint
 from joinables.trainer.data import order_seed
+from joinables.trainer.files import temporary_folder
 from joinables.trainer.launch import RESULT, Environment, launcher_of, write
 from joinables.trainer.loggers import Logs, loggers_of
 from joinables.trainer.loop import Fit, evaluate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,13 +10,21 @@ from datetime import timedelta
 import pytest
 import torch
 
-from join import Join
+from join import Burst, Join, JoinTimeoutError, PeerError
 from join.collectives import Collective
+from join.joinable import OnGroup
 from join.transfer import broadcast_tensors, broadcast_tree
 from tests.join.counter import Counter
 
 
 def conforms(collective: Collective) -> None:
+    """Check a collective of this package, which refuses wrong arguments, too."""
+    operates(collective)
+    check_arguments(collective)
+
+
+def operates(collective: Collective) -> None:
+    """Check any collective."""
     for check in CHECKS:
         check(collective)
 
@@ -35,9 +44,6 @@ def check_all_reduce(collective: Collective) -> None:
     collective.all_reduce(columns).wait()
     assert columns.t().tolist() == [[total, size, 2.0 * size], [3.0 * size, 4.0 * size, 5.0 * size]]
     collective.all_reduce(torch.zeros(0)).wait()
-    for op in ("mean", "product", ""):
-        with pytest.raises(ValueError, match=f"op='{op}' is unknown. Pass one of 'sum', 'min', 'max'."):
-            collective.all_reduce(torch.zeros(1), op)  # type: ignore[arg-type]
 
 
 def check_broadcast(collective: Collective) -> None:
@@ -53,11 +59,6 @@ def check_broadcast(collective: Collective) -> None:
         scalar = torch.tensor(float("nan") if rank != source else 5.0)
         collective.broadcast(scalar, source).wait()
         assert scalar.item() == 5.0
-    for source in (-1, size):
-        with pytest.raises(ValueError, match=f"source={source} is not a rank"):
-            collective.broadcast(torch.zeros(1), source)
-        with pytest.raises(ValueError, match=f"source={source} is not a rank"):
-            collective.broadcast_object(None, source)
 
 
 def check_matched_by_order(collective: Collective) -> None:
@@ -65,7 +66,7 @@ def check_matched_by_order(collective: Collective) -> None:
     tensors = [torch.tensor([float(rank + step)]) for step in range(5)]
     works = [collective.all_reduce(tensor) for tensor in tensors]
     everyone = [torch.zeros(1) for _ in range(size)]
-    works.append(collective.all_gather_into(torch.tensor([float(rank)]), everyone))
+    works.append(collective.all_gather(torch.tensor([float(rank)]), everyone))
     for work in reversed(works):
         work.wait()
         assert work.is_completed()
@@ -93,31 +94,37 @@ def check_all_gather(collective: Collective) -> None:
         for shape in ((), (3,), (0,), (2, 3)):
             mine = torch.full(shape, rank + 1).to(dtype)
             expected = [torch.full(shape, each + 1).to(dtype) for each in range(size)]
-            gathered = collective.all_gather(mine)
-            assert len(gathered) == size
-            assert all(map(torch.equal, gathered, expected)), (dtype, shape, gathered)
             outputs = [torch.zeros(shape, dtype=dtype) for _ in range(size)]
-            returned = collective.all_gather(mine, outputs)
-            assert all(given is filled for given, filled in zip(outputs, returned, strict=True))
-            assert all(map(torch.equal, outputs, expected))
+            collective.all_gather(mine, outputs).wait()
+            assert all(map(torch.equal, outputs, expected)), (dtype, shape, outputs)
     columns = torch.full((3, 2), rank + 1.0, requires_grad=True).t()
-    outputs = [torch.zeros(3, 2).t() for _ in range(size)]
-    gathered = collective.all_gather(columns, outputs)
-    assert [tensor.unique().tolist() for tensor in gathered] == [[each + 1] for each in range(size)]
-    assert not any(tensor.requires_grad for tensor in collective.all_gather(columns))
+    outputs = [torch.zeros(2, 3) for _ in range(size)]
+    collective.all_gather(columns, outputs).wait()
+    assert [tensor.unique().tolist() for tensor in outputs] == [[each + 1] for each in range(size)]
+    assert not any(tensor.requires_grad for tensor in outputs)
 
+
+def check_arguments(collective: Collective) -> None:
+    size = collective.world_size
+    for op in ("mean", "product", ""):
+        with pytest.raises(ValueError, match=f"op='{op}' is unknown. Pass one of 'sum', 'min', 'max'."):
+            collective.all_reduce(torch.zeros(1), op)  # type: ignore[arg-type]
+    for source in (-1, size):
+        with pytest.raises(ValueError, match=f"source={source} is not a rank"):
+            collective.broadcast(torch.zeros(1), source)
+        with pytest.raises(ValueError, match=f"source={source} is not a rank"):
+            collective.broadcast_object(None, source)
     tensor, like = torch.zeros(2), [torch.zeros(2) for _ in range(size)]
-    for method in (collective.all_gather, collective.all_gather_into):
-        with pytest.raises(ValueError, match=f"outputs has {size + 1} tensors for {size} ranks"):
-            method(tensor, [*like, torch.zeros(2)])
-        with pytest.raises(
-            ValueError, match=r"output for rank 0 is float64\[2\] on cpu, but the tensor is float32\[2\]"
-        ):
-            method(tensor, [each.double() for each in like])
-        with pytest.raises(ValueError, match=r"output for rank 0 is float32\[3\]"):
-            method(tensor, [torch.zeros(3) for _ in range(size)])
-    with pytest.raises(ValueError, match="output for rank 0 is not contiguous"):
-        collective.all_gather_into(torch.zeros(2, 3), [torch.zeros(3, 2).t() for _ in range(size)])
+    with pytest.raises(ValueError, match=f"outputs has {size + 1} tensors for {size} ranks"):
+        collective.all_gather(tensor, [*like, torch.zeros(2)])
+    for output in (torch.zeros(2, dtype=torch.float64), torch.zeros(3), torch.zeros(4)[::2]):
+        text = f"output for rank 0 is float{8 * output.element_size()}{list(output.shape)} on cpu"
+        with pytest.raises(ValueError, match=re.escape(text) + r".* the tensor is float32\[2\]"):
+            collective.all_gather(tensor, [output] * size)
+    for place in ((collective.rank, size + 1), (-1, size), (size, size)):
+        with pytest.raises(ValueError, match=rf"is rank {collective.rank} of {size}\. .*J817"):
+            collective.setup(*place)
+    collective.setup(collective.rank, size)
 
 
 def check_boolean_decision(collective: Collective) -> None:
@@ -185,6 +192,80 @@ def check_join(collective: Collective) -> None:
         assert [row["steps"] for row in join.report.to_dict()["ranks"]] == list(range(size))
 
 
+def samples(rank: int, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of several sizes."""
+    numbers = torch.Generator().manual_seed(rank)
+    sizes = [1 + (rank + step) % 3 for step in range(steps)]
+    rows = [torch.randn(size, 3, dtype=torch.float64, generator=numbers) for size in sizes]
+    return [(row[:, :2], row[:, 2:]) for row in rows]
+
+
+def check_iterate(collective: Collective) -> None:
+    """Rank r has r weighted batches. Gradients are summed by hand."""
+    rank, size = collective.rank, collective.world_size
+    model, alone = [torch.nn.Linear(2, 1, dtype=torch.float64) for _ in range(2)]
+    loss, steps = torch.nn.functional.mse_loss, list[int]()
+    for module in (model, alone):
+        for parameter in module.parameters():
+            torch.nn.init.constant_(parameter, 0.5)
+    with Join([], process_group=collective) as join:
+        for x, y in join.iterate(samples(rank, rank), weigh=lambda batch: len(batch[0])):
+            model.zero_grad()
+            join.scale(loss(model(x), y), divided_over=1).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                collective.finish(collective.all_reduce(parameter.grad))
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            steps.append(len(x))
+    assert len(steps) == size - 1 and sum(map(bool, steps)) == rank
+    for step in range(size - 1):
+        held = [samples(other, other)[step] for other in range(step + 1, size)]
+        x, y = (torch.cat(parts) for parts in zip(*held, strict=True))
+        alone.zero_grad()
+        loss(alone(x), y).backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    torch.testing.assert_close(list(model.parameters()), list(alone.parameters()))
+
+
+class Adds(OnGroup, Burst):
+    """A joinable of one's own, which waits so that it sees the failure of another rank."""
+
+    def __init__(self, collective: Collective) -> None:
+        super().__init__(collective)
+        self.collective = collective
+
+    def add(self, mine: int) -> None:
+        work = Join.notify_join_context(self)
+        assert work is not None
+        self.main_hook(mine)
+        work.get_future().wait()
+
+    def main_hook(self, mine: int = 0) -> None:
+        self.collective.finish(self.collective.all_reduce(torch.tensor(mine)))
+
+
+def fails(collective: Collective) -> None:
+    """Rank 1 raises. The group of a collective is lost afterwards."""
+    adds, raised = Adds(collective), collective.rank == 1
+    expected = pytest.raises(ValueError if raised else PeerError, match=r"mine" if raised else "rank 1 failed: ValueE")
+    with expected, Join([adds]):
+        for step in range(3):
+            adds.add(1)
+            if raised and step == 1:
+                raise ValueError("mine")
+
+
+def times_out(collective: Collective) -> None:
+    """Rank 1 arrives too late."""
+    adds = Adds(collective)
+    with pytest.raises(JoinTimeoutError, match=r"rank.* 1"), Join([adds], timeout=0.5):
+        adds.add(1)
+        watch = collective.kept.watch
+        while collective.rank == 1 and not watch.block.news.notes:
+            watch.refresh(1.0)
+        adds.add(1)
+
+
 CHECKS: list[Callable[[Collective], None]] = [
     check_all_reduce,
     check_broadcast,
@@ -197,4 +278,5 @@ CHECKS: list[Callable[[Collective], None]] = [
     check_transfer,
     check_kept,
     check_join,
+    check_iterate,
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,8 +15,19 @@ import torch
 import torch.distributed as dist
 
 from join import Join
-from join.collectives import SingleCollective, ThreadCollective, TorchCollective, collective_of, run_threads
-from tests.conformance.collective_suite import conforms
+from join.collectives import (
+    DONE,
+    Collective,
+    SingleCollective,
+    ThreadCollective,
+    TorchCollective,
+    collective_of,
+    run_threads,
+)
+from join.collectives.base import GroupLine
+from tests.conformance.collective_suite import conforms, fails, operates, times_out
+from tests.conformance.own_collective import OverStore
+from tests.ending import Ending
 from tests.join.counter import Counter
 from tests.pool import Pool
 
@@ -23,6 +36,7 @@ RANKS = 3
 
 def test_single() -> None:
     conforms(SingleCollective())
+    assert DONE.get_future().done()
 
 
 def test_a_collective_of_one_rank_goes_to_other_processes() -> None:
@@ -109,6 +123,100 @@ def test_a_group_that_was_destroyed(pool: Pool) -> None:
 
 def test_sub_group(pool: Pool) -> None:
     pool.run(in_sub_group, ranks=4)
+
+
+# -- a collective of one's own -----------------------------------------------------------------------------------------
+
+
+def over_store(store: Any, rank: int, world_size: int, check: Callable[[Collective], None]) -> None:
+    collective = OverStore(store)
+    with pytest.raises(ValueError, match=r"OverStore. that is not set up.*\[J818\]"):
+        Join([], process_group=collective)
+    with pytest.raises(ValueError, match=r"rank=3, world_size=3.* which is not set up\..*\[J817\]"):
+        collective.setup(3, 3)
+    before = None
+    for _ in range(2):
+        collective.setup(rank, world_size)
+        assert collective.kept is not before
+        before = collective.kept
+        check(collective)
+        collective.teardown()
+        collective.teardown()
+        assert not collective.is_open
+        if check is not operates:  # the ranks are in different places after a failure
+            return
+        collective.store = dist.PrefixStore("again", store)
+
+
+def in_threads(ranks: int, check: Callable[[Collective], None]) -> None:
+    store = dist.HashStore()
+    run_threads(ranks, lambda thread: over_store(store, thread.rank, ranks, check))
+
+
+def in_processes(rank: int, check: Callable[[Collective], None]) -> None:
+    store: Any = dist.distributed_c10d._get_default_store()
+    over_store(dist.PrefixStore("own", store), rank, dist.get_world_size(), check)
+
+
+def over_gloo_in_processes(rank: int, check: Callable[[Collective], None]) -> None:
+    check(collective_of(None))
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_own_in_threads(ranks: int) -> None:
+    in_threads(ranks, operates)
+
+
+def test_ranks_of_one_process_share_no_memory() -> None:
+    """They would take each other for ended, because the process has the locks."""
+
+    def rank_main(store: Any, rank: int) -> None:
+        collective = OverStore(store)
+        collective.setup(rank, RANKS)
+        assert isinstance(collective.line(), GroupLine)
+
+    store = dist.HashStore()
+    run_threads(RANKS, lambda thread: rank_main(store, thread.rank))
+
+
+def test_own_in_processes(pool: Pool) -> None:
+    pool.run(in_processes, operates, ranks=RANKS)
+
+
+ENDS = [fails, times_out]
+
+
+@pytest.mark.parametrize("check", ENDS)
+def test_ends_in_threads(check: Callable[[Collective], None]) -> None:
+    in_threads(RANKS, check)
+    run_threads(RANKS, check)
+
+
+@pytest.mark.parametrize("check", ENDS)
+@pytest.mark.parametrize("kind", [in_processes, over_gloo_in_processes])
+def test_ends_in_processes(ending: Ending, kind: Callable[..., None], check: Callable[[Collective], None]) -> None:
+    for end in ending.ends(kind, check):
+        assert end.code == 0, end.text
+
+
+def test_a_store_that_one_rank_cannot_reach() -> None:
+    """All ranks say so, and none waits."""
+    made = dist.TCPStore
+
+    def unreachable(*args: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "rank 1":
+            raise dist.DistNetworkError("no route")
+        return made(*args, **options)
+
+    def rank_main(store: Any, rank: int) -> None:
+        collective = OverStore(store)
+        collective.setup(rank, RANKS)
+        with pytest.raises(RuntimeError, match=r"Ranks cannot reach .*\(rank 1: no route\)\..*\[J819\]"):
+            collective.line()
+
+    store = dist.HashStore()
+    with mock.patch.object(dist, "TCPStore", unreachable):
+        run_threads(RANKS, lambda thread: rank_main(store, thread.rank))
 
 
 def test_threads_tell_mismatched_collectives() -> None:

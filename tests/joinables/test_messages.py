@@ -20,7 +20,7 @@ from join.protocol.channel import Channel
 from tests.models import batch, build
 from tests.pool import Pool
 
-OPERATIONS = "all_reduce", "broadcast", "all_gather_into"
+OPERATIONS = "all_reduce", "broadcast", "all_gather"
 LAYERS = 20
 
 
@@ -86,10 +86,10 @@ def test_messages(pool: Pool) -> None:
         for block in (even, uneven, again, last):
             assert block[0] == ["all_reduce"]  # which is not waited for, as the next test shows
         for block in (even, again):
-            assert block[1] == ["header", "all_gather_into", "broadcast"]  # the last two at the same time
+            assert block[1] == ["header", "all_gather", "broadcast"]  # the last two at the same time
         for block in (uneven, last):
             # two for a description of all state; can all ranks copy it?; all of it
-            assert block[1] == ["header", "all_gather_into", *["broadcast"] * 2, "all_reduce", "broadcast"]
+            assert block[1] == ["header", "all_gather", *["broadcast"] * 2, "all_reduce", "broadcast"]
 
 
 def enter_early(rank: int) -> list[float]:
@@ -139,7 +139,7 @@ def test_ranks_that_list_other_objects(pool: Pool, known: bool, then: str, over_
     told = r"The ranks entered Join with .* \(ranks \[0\]: nothing more; ranks \[1\]: SGD\)\. .* \[J020\]"
     for text, found in pool.run(enter_others, known, then, ranks=2, over_group=over_group):
         assert re.fullmatch(told, text)
-        assert found == ["all_reduce"] * 2 * over_group + ["all_gather_into"] * 2  # no header, no burst
+        assert found == ["all_reduce"] * 2 * over_group + ["all_gather"] * 2  # no header, no burst
 
 
 class Cached(nn.Linear):

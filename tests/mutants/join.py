@@ -786,7 +786,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/watch.py",
-        "if block.is_open and self._is_needed() and self._keeps_store:",
+        "if block.is_open and self._is_needed() and self.board.of_ranks:",
         "if block.is_open and self._is_needed():",
         "tests/join/failure/test_watch.py::test_a_store_that_another_group_keeps_may_go",
     ),
@@ -859,9 +859,21 @@ MUTANTS = [
     # -- transports ----------------------------------------------------------------------------------------------------
     Mutant(
         "join/collectives/torch.py",
-        "return 0 in distributed_c10d.get_process_group_ranks(self.group)",
-        "return True",
+        "of_ranks = 0 in distributed_c10d.get_process_group_ranks(self.group)",
+        "of_ranks = True",
         "tests/join/collectives/test_board.py::test_which_groups_have_the_rank_that_hosts_the_store",
+    ),
+    Mutant(
+        "join/collectives/shared_memory.py",
+        "_rank_here.setdefault(address.name, rank) != rank",
+        "False",
+        "tests/conformance/test_collective.py::test_ranks_of_one_process_share_no_memory",
+    ),
+    Mutant(
+        "join/collectives/store.py",
+        "if store is None or failures:",
+        "if store is None:",
+        "tests/conformance/test_collective.py::test_a_store_that_one_rank_cannot_reach",
     ),
     Mutant(
         "join/collectives/shared_memory.py",
@@ -918,10 +930,10 @@ MUTANTS = [
         "tests/join/failure/test_watch.py::test_a_rank_may_be_in_an_earlier_block",
     ),
     Mutant(
-        "join/collectives/store.py",
+        "joinables/trainer/rendezvous.py",
         "                if words.get(rank) != word:\n",
         "                if rank not in words:\n",
-        "tests/join/collectives/test_store.py::test_ranks_that_are_gone_had_come_alone",
+        "tests/joinables/trainer/test_rendezvous.py::test_ranks_that_are_gone_had_come_alone",
     ),
     Mutant(
         "join/context.py",

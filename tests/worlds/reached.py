@@ -20,7 +20,15 @@ from typing import Any
 import join
 
 SENDS = {
-    *("start", "sum", "sum_float", "gather", "gather_numbers", "all_reduce", "broadcast", "all_gather_into"),
+    *(
+        "start",
+        "sum",
+        "sum_float",
+        "gather",
+        "gather_numbers",
+        "all_reduce",
+        "broadcast",
+    ),
     *("all_gather", "all_gather_object", "broadcast_object", "barrier", "reduce_boolean_decision"),
 }
 """The methods of ``Collective``, ``Line`` and ``Messages`` that send something."""

@@ -10,17 +10,19 @@ from collections.abc import Callable, Sequence
 import torch
 from typing_extensions import override
 
-from join.collectives import Collective, Work
-from join.collectives.base import MESSAGES, GroupLine, Line, ReduceOp
+from join.collectives import Collective, Line, ReduceOp, Work
+from join.collectives import shared_memory as memory
+from join.collectives.base import GroupLine
 from join.collectives.board import Board
-from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine, opened
+from join.collectives.line import MESSAGES
 
 
 class Bare(Collective):
     """A backend that has the operations of a group, and nothing beside them: headers go between its bursts."""
 
     def __init__(self, threads: Collective) -> None:
-        self.rank, self.world_size, self.threads = threads.rank, threads.world_size, threads
+        self.threads = threads
+        self.setup(threads.rank, threads.world_size)
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -31,8 +33,12 @@ class Bare(Collective):
         return self.threads.broadcast(tensor, source)
 
     @override
-    def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
-        return self.threads.all_gather_into(tensor, outputs)
+    def all_gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
+        return self.threads.all_gather(tensor, outputs)
+
+    @override
+    def line(self, number: int = MESSAGES) -> Line:
+        return GroupLine(self)
 
     @override
     def board(self) -> Board:
@@ -46,31 +52,27 @@ class Bare(Collective):
 class Memory(Bare):
     """A group whose ranks share memory. Threads do not see by a lock of a file that another one has ended."""
 
-    def __init__(self, threads: Collective) -> None:
-        super().__init__(threads)
-        self._segment: Segment | None = None
-        self._lanes: dict[int, Lane] = {}
-        self._ended = threads.board().ended
-
     @override
     def companion(self) -> Collective:
         return self.threads.companion()
 
     @override
     def line(self, number: int = MESSAGES) -> Line:
-        if self._segment is None:
-            self._segment = segment = opened(self)
-            assert segment is not None
-            segment.has_ended = lambda rank: rank in self._ended()
+        kept = self.kept
+        if not kept.is_connected:
+            made = memory._create(self.world_size) if self.rank == 0 else None
+            address = memory._Address(*self.broadcast_object(made, 0, plain=True))
+            file = address.file if self.rank == 0 else memory._open(address)
+            assert file is not None
+            kept.segment, ended = memory.Segment(file, self.rank, self.world_size), self.threads.board().ended
+            kept.segment.has_ended = lambda rank: rank in ended()
             self.barrier()
-        assert self._segment is not None
-        if number not in self._lanes:
-            self._lanes[number] = Lane(self._segment, number, timeout=1e6)
-        return SharedMemoryLine(self._lanes[number], lambda: GroupLine(self.companion()))
+            kept.is_connected, kept.timeout = True, 1e6
+        return Collective.line(self, number)
 
     @override
     def board(self) -> Board:
-        return self.threads.board() if self._segment is None else SharedBoard(self._segment)
+        return self.threads.board() if self.kept.segment is None else Collective.board(self)
 
 
 TRANSPORTS: dict[str, Callable[[Collective], Collective]] = {

@@ -90,7 +90,7 @@ def test_a_message_that_is_half_written_is_not_read() -> None:
 
 def keeps_store(rank: int) -> list[bool]:
     groups: list[Any] = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2])]
-    return [collective_of(group).keeps_store for group in groups if dist.get_rank(group) >= 0]
+    return [collective_of(group).board().of_ranks for group in groups if dist.get_rank(group) >= 0]
 
 
 def test_which_groups_have_the_rank_that_hosts_the_store(pool: Pool) -> None:

@@ -231,14 +231,14 @@ def one_cannot(rank: int, how: str, which: int) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     faults: dict[str, Any] = {
-        "no /proc": mock.patch.object(memory, "machine", full),
+        "no /proc": mock.patch.object(memory, "_here", full),
         "no name": mock.patch.object(os, "readlink", full),
         "no file": mock.patch.object(os, "open", full),
         "no lock": mock.patch.object(memory.fcntl, "lockf", full),
         "no memory": mock.patch.object(os, "memfd_create", full),
         "switched off": mock.patch.dict(os.environ, {memory.SWITCH: "0"}),
         "other processor": mock.patch.object(memory.platform, "machine", mock.Mock(return_value="aarch64")),
-        "another machine": mock.patch.object(memory, "machine", mock.Mock(return_value="another")),
+        "another machine": mock.patch.object(memory, "_here", mock.Mock(return_value="another")),
         "no room": mock.patch.object(os, "posix_fallocate", full),
         "no address space": mock.patch.object(memory.mmap, "mmap", full),
     }

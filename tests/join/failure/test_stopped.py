@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import join.block
 from join import Join
-from join.collectives import TorchCollective, shared_memory
+from join.collectives import TorchCollective, base
 from join.protocol.channel import Lockstep
 from tests.ending import Ending, Running
 from tests.meeting import tell, wait_for
@@ -23,7 +23,7 @@ from tests.pool import Pool
 from tests.shorter import using
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "memory": (shared_memory, "opened"),
+    "memory": (base, "opened"),
     "connections": (TorchCollective, "companion"),
     "copy": (join.block, "copy_state"),
     "break": (Lockstep, "agree_to_leave"),

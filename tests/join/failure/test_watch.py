@@ -44,7 +44,7 @@ def board(store: dist.TCPStore, rank: int, block: int = 1) -> StoreBoard:
 
 def start(store: dist.TCPStore, rank: int, **options: Any) -> tuple[Watch, threading.Event]:
     aborted = threading.Event()
-    watch = Watch(lambda: StoreBoard(rank, 3, store), **options)
+    watch = Watch(lambda: StoreBoard(rank, 3, store, **options))
     watch.begin(Progress, lambda: aborted.set() or True)
     return watch, aborted
 
@@ -89,7 +89,7 @@ def test_it_aborts_where_the_store_is_gone() -> None:
 def test_a_store_that_another_group_keeps_may_go() -> None:
     store = open_store()
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
-    watch, aborted = start(client, 0, keeps_store=False)
+    watch, aborted = start(client, 0, of_ranks=False)
     assert watch.refresh(SECONDS)
     del store
     assert not aborted.wait(2.0) and watch.block.failed

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from join import Burst, Join
 from join.collectives import Collective, ReduceOp, TorchCollective, Work, collective_of
-from join.collectives.board import Board, StoreBoard
 from join.joinable import OnGroup
 from joinables.trainer import DDPStrategy, Strategy, Trainer
 from tests.examples import examples_of
@@ -29,9 +28,17 @@ OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.
 class Own(Collective):
     """The least that a library with collectives of its own needs, here over public functions of torch."""
 
-    def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.operations, self.is_open = 0, True
+    operations, is_open = 0, False
+
+    @override
+    def setup(self, rank: int, world_size: int) -> None:
+        super().setup(rank, world_size)
+        self.is_open = True
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self.is_open = False
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -43,15 +50,12 @@ class Own(Collective):
         return dist.broadcast(tensor, source, async_op=True)  # pyright: ignore[reportReturnType]
 
     @override
-    def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
+    def all_gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         return dist.all_gather(list(outputs), tensor, async_op=True)  # pyright: ignore[reportReturnType]
 
     @override
-    def board(self) -> Board:
-        return StoreBoard(self.rank, self.world_size, dist.distributed_c10d._get_default_store())
-
-    def close(self) -> None:
-        self.is_open = False
+    def barrier(self) -> None:
+        dist.barrier()
 
 
 class Gradients(OnGroup, Burst):
@@ -93,6 +97,7 @@ class OverOwn(Strategy):
     @override
     def setup(self) -> None:
         self.collective = self.last = Own()
+        self.collective.setup(dist.get_rank(), dist.get_world_size())
 
     @override
     def wrap(self, module: torch.nn.Module, device: torch.device, **options: Any) -> None:
@@ -110,11 +115,6 @@ class OverOwn(Strategy):
     def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         loss.backward(**options)
         self.gradients.average(1.0 if weight is None else weight)
-
-    @override
-    def teardown(self) -> None:
-        self.collective.close()
-        super().teardown()
 
 
 class Raises(Classifier):

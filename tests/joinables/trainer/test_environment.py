@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 import torch.distributed as dist
 
-from join.collectives.store import job_of
 from joinables.trainer.launch import Place, detect_environment
+from joinables.trainer.rendezvous import job_of
 
 TORCHRUN = {
     "GROUP_RANK": "1",

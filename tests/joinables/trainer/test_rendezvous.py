@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from join.collectives.store import fresh_store, job_of, local_store
+from join.collectives.store import local_store
+from joinables.trainer.rendezvous import fresh_store, job_of
 
 
 def client(server: dist.TCPStore) -> dist.TCPStore:

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from join.files import replacing, temporary_folder
 from joinables.trainer.checkpoint import write_checkpoint
+from joinables.trainer.files import replacing, temporary_folder
 
 
 def write(path: Path) -> None:

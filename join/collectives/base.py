@@ -31,7 +31,7 @@ from typing_extensions import final, override
 from join.collectives.board import Board, LocalBoard, StoreBoard
 from join.collectives.line import MESSAGES, SUMS, Gather, Line, Sum, Work
 from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine, opened
-from join.collectives.store import agreed_store
+from join.collectives.store import shared_store
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max"]
 
@@ -268,12 +268,10 @@ class Collective(ABC):
     def connect(self) -> None:
         """Prepare messages between ranks that share no memory; called once, on all ranks in the same place.
 
-        By default, rank 0 makes a store for notes.
-
-        Raises:
-            RuntimeError: On all ranks, if one of them cannot connect.
+        By default, rank 0 makes a store for notes, if all ranks are on one machine. For ranks on several machines, a
+        backend overrides :meth:`board` with a store that they have.
         """
-        self.kept.store = agreed_store(self.rank, partial(self.all_gather_object, plain=True))
+        self.kept.store = shared_store(self.rank, partial(self.all_gather_object, plain=True))
 
     def board(self) -> Board:
         """Return the board for notes between ranks, in the memory or the store that :meth:`line` has found.

@@ -118,7 +118,9 @@ class Board(ABC):
     @final
     def tell(self, progress: Progress, block: int | None = None) -> None:
         """Post the progress of this rank; ``block`` is as for :meth:`post`."""
-        texts = {part: _fit(part, value) for part, value in progress._asdict().items() if part in _MOST_CHARACTERS}
+        texts = {
+            part: _fit(part, value) for part, value in progress._asdict().items() if value and part in _MOST_CHARACTERS
+        }
         text = json.dumps((self.rank, *progress._replace(**texts)), ensure_ascii=False)
         self._put("progress", text, self.block if block is None else block)
 

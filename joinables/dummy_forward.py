@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -119,7 +120,7 @@ class DummyForward:
     def _own_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the own tensors that are copied for a dummy, and the others, by name."""
         buffers, frozen, trained = dict[str, torch.Tensor](), dict[str, torch.Tensor](), 0
-        has_frozen = not all(each.requires_grad for each in reducer.held_parameters(self._module))
+        has_frozen = not all(map(attrgetter("requires_grad"), reducer.held_parameters(self._module)))
         for name, each in self._module.named_parameters() if has_frozen else ():  # the names take long
             if each.requires_grad:
                 trained += each.nbytes
@@ -142,7 +143,7 @@ class DummyForward:
         """Copy the own tensors, if there are any."""
         own, self._large = self._own_tensors()
         self._copies = {name: each.detach().clone() for name, each in own.items()}
-        self._writes = writes_to(self._large.values())
+        self._writes = writes_to(self._large.values()) if self._large else []
         self.is_kept = self._has_any = bool(own or self._large)
 
     def keep_in_backward(self) -> None:

@@ -489,20 +489,15 @@ class GradientSync(DDPBurst):
             self._buffers.main_hook()
         parameters = self._parameters
         if self._memory.window.is_earlier or not self._memory.window.backwards:
-            if not self._needs_reducer():
-                parameters = []  # whose gradients the end of the block overwrites, so that they need not be dropped
+            # A sharded optimizer reads the result, and so may a joinable of the user. The reducer itself learns the
+            # order of gradients before it rebuilds the buckets, and reduces the record of the used parameters.
+            others = [m for m in self._channel.roster.listed if not isinstance(m.joinable, DDPBurst)]
+            readers = [m for m in others if m.joinable.communicates]
+            if not (readers or self._rebuild.is_due or self._ddp.find_unused_parameters):
+                parameters = []  # the end of the block overwrites their gradients
             self._drop(parameters)
         self._shadow(parameters, leads=False)
         self._rebuild.holds_followers = self._rebuild.is_due  # active ranks announce the rebuild next
-
-    def _needs_reducer(self) -> bool:
-        """Return whether a joined rank needs more of a reduction than its collectives, though it contributes nothing.
-
-        A sharded optimizer needs the result, and so may a joinable of the user. The reducer itself needs to learn
-        the order of gradients before it rebuilds the buckets, and reduces the record of the used parameters.
-        """
-        others = [m.joinable for m in self._channel.roster.listed if not isinstance(m.joinable, DDPBurst)]
-        return self._rebuild.is_due or self._ddp.find_unused_parameters or any(each.communicates for each in others)
 
     @override
     def fulfil(self) -> None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from join import Join
 from join.collectives import SingleCollective, ThreadCollective, TorchCollective, collective_of, run_threads
 from tests.conformance.collective_suite import conforms
+from tests.harness import Pool
 from tests.join.counter import Counter
-from tests.pool import Pool
 
 RANKS = 3
 

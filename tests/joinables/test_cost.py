@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from join.collectives import Line, TorchCollective
-from tests.models import batch, build
-from tests.pool import Pool
-from tests.training import mesh_of
+from tests.harness import Pool
+from tests.training import batch, build, mesh_of
 
 STEPS = 4
 TOTAL = STEPS + 4  # two before them, and two after

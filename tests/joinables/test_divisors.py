@@ -13,10 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
 from tests.ending import Ending
-from tests.models import TOLERANCE, assert_same, batch, build, flat_state
-from tests.pool import Pool
-from tests.selection import in_test_all
-from tests.training import mesh_of, whole
+from tests.harness import Pool, in_test_all
+from tests.training import TOLERANCE, assert_same, batch, build, flat_state, mesh_of, whole
 
 COUNTS = 2, 4, 0, 1
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.selection import at_night
+from tests.harness import at_night
 from tests.worlds.programs import LETTERS
 from tests.worlds.reached import Reached
 from tests.worlds.scheduler import THREADING as threads

@@ -15,9 +15,8 @@ from join.collectives.board import Board, Note, Progress, StoreBoard
 from join.collectives.shared_memory import Segment, SharedBoard
 from join.failure.peers import Peers
 from join.failure.watch import Watch
+from tests.harness import Pool, assert_soon, in_quiet
 from tests.join.counter import Counting
-from tests.pool import Pool
-from tests.selection import assert_soon, in_quiet
 from tests.shorter import using
 
 RANKS = 3

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from join.collectives import torch as of_torch
 from join.collectives._torch_private import store_of
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, build
 
 
 class Counted:

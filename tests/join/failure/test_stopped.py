@@ -17,10 +17,10 @@ from join import Join
 from join.collectives import TorchCollective, shared_memory
 from join.protocol.channel import Lockstep
 from tests.ending import Ending, Running
+from tests.harness import Pool
 from tests.meeting import tell, wait_for
-from tests.models import batch, build
-from tests.pool import Pool
 from tests.shorter import using
+from tests.training import batch, build
 
 PLACES: dict[str, tuple[Any, str]] = {
     "memory": (shared_memory, "opened"),

@@ -28,12 +28,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from join import Join, JoinError
 from tests.ending import Ending
+from tests.harness import Pool, first_and_last
 from tests.joinables.ddp.nets import RANKS, Data, Nets, compute_all, loss, plain, streams
 from tests.joinables.summer import Summer
-from tests.models import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
-from tests.pool import Pool
-from tests.selection import first_and_last
 from tests.shorter import using
+from tests.training import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.versions import all_gather_single
 
 COUNTS = first_and_last(((0, 3, 1), (2, 0, 4), (3, 1, 0)))

@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from join import Join
-from tests.models import OPTIMIZERS, TOLERANCE, assert_same, batch, build, flat_state
-from tests.pool import Pool
-from tests.selection import first_and_last
+from tests.harness import Pool, first_and_last
+from tests.training import TOLERANCE, Optimizer, assert_same, batch, build, flat_state, optimizer_of
 
 COUNTS = first_and_last(((0, 3, 1), (2, 0, 4), (3, 1, 0)))
 RANKS = 3
@@ -57,13 +56,8 @@ def check_ways(pool: Pool, train: Any, hook: str, more: Any, padded: dict[str, t
 def train(rank: int, hook: str, way: str, zero: bool) -> dict[str, torch.Tensor]:
     ddp = DistributedDataParallel(build("mlp"))
     register(ddp, hook)
-    cls, options = OPTIMIZERS["adam"]
-    optimizer: Any = cls(ddp.parameters(), **options)
     padded = way == "padded"
-    if zero and not padded:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
+    optimizer = optimizer_of(Optimizer(zero=zero and not padded), ddp)
     for epoch, counts in enumerate(COUNTS):
         join = Join([ddp, optimizer])
         with nullcontext() if padded else join:

@@ -15,11 +15,10 @@ from join import PeerError
 from joinables.loss_gate import LossGate
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from tests.ending import Ending
+from tests.harness import Pool, all_or_each
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
-from tests.selection import all_or_each
+from tests.training import TOLERANCE, assert_same, flat_state
 
 SIZE = 12
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from joinables.trainer import CSVLogger, ModelCheckpoint, TensorBoardLogger, Trainer
+from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.pool import Pool
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

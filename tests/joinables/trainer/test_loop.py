@@ -16,12 +16,11 @@ from join import EarlyTerminationError, JoinError, PeerError
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from joinables.trainer.strategy import sharded
 from tests.ending import Ending
+from tests.harness import Parts, Pool, all_or_each, parts_in
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
 from tests.meeting import tell, wait_for
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
-from tests.selection import Parts, all_or_each, parts_in
+from tests.training import TOLERANCE, assert_same, flat_state
 
 GLOBAL_BATCH = 12
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
 from tests.ending import Ending, assert_blamed
-from tests.harness import Pool, all_or_each, first_and_last
+from tests.harness import Pool, all_or_each, first_and_last, in_test_all
 from tests.sync_norm import sync_batch_norm_on_cpu
 from tests.training import (
     DDP,
@@ -135,7 +135,7 @@ def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, shorter(replace(CASES[name], loop=LOCKSTEP)))
 
 
-@pytest.mark.parametrize("name", ["adamw with clipping", "replicas"])
+@pytest.mark.parametrize("name", ["adamw with clipping", pytest.param("replicas", marks=in_test_all)])
 def test_sharded_equals_one_process_with_dummies_of_samples(pool: Pool, name: str) -> None:
     check(pool, replace(CASES[name], loop=Loop(iterate="last")))
 
@@ -165,7 +165,7 @@ def in_half(rank: int, replicas: int, how: str) -> dict[str, torch.Tensor]:
     return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=in_test_all), 2])
 def test_mixed_precision(pool: Pool, replicas: int) -> None:
     by_hand = pool.run(in_half, replicas, "by hand", ranks=4)
     for state, expected in zip(pool.run(in_half, replicas, "lockstep", ranks=4), by_hand, strict=True):

@@ -17,7 +17,7 @@ from tests.worlds.scheduler import TIME, Scheduler
 from tests.worlds.transports import TRANSPORTS
 from tests.worlds.verdicts import RIGHT, SIZES, judge, kept, ready, sample
 
-SAMPLED = 300
+SAMPLED = 200
 LONGER = ("b1,b1", "!i,!", "iii,iii", "2,1")
 """Programs of more than one letter that reach more than pairs of letters do."""
 UNREACHED = {

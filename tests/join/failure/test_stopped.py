@@ -73,12 +73,11 @@ SLOW: dict[Stop, float] = {("copy", False, 5.0): 6.0, ("copy", True, 5.0): 6.0}
 @pytest.fixture(scope="module")
 def started(ending: Ending) -> Iterator[dict[Stop, Running]]:
     """All at once: most of what they do is to wait."""
-    running = {
-        (place, over_group, timeout): ending.start(
-            arriving, place, timeout, seconds, 2.0, over_group=over_group, tidies=False, limit=40
-        )
-        for (place, over_group, timeout), seconds in {**dict.fromkeys(STOPS, NEVER), **SLOW}.items()
-    }
+    running = dict[Stop, Running]()
+    for stop, seconds in {**dict.fromkeys(STOPS, NEVER), **SLOW}.items():
+        place, over_group, timeout = stop
+        how = (timeout, seconds, 2.0 if seconds == NEVER else 30.0)
+        running[stop] = ending.start(arriving, place, *how, over_group=over_group, tidies=False, limit=40)
     yield running
     for each in running.values():  # whose tests run elsewhere
         each.ends()

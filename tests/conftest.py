@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from typing_extensions import override
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.ending import Ending
-from tests.pool import Pool
-from tests.selection import ALL, NIGHT
+from tests.harness import ALL, NIGHT, Pool
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -104,6 +103,18 @@ def pool(server: None) -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def equals_one_process(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``joinables.testing.assert_equals_one_process``, on the ranks of the pool."""
+    from joinables import testing  # not above: it imports torch
+
+    def run(fn: Callable[..., Any], ranks: int, *args: Any, **how: Any) -> list[Any]:
+        return pool.run(fn, *args, ranks=ranks, **how)
+
+    monkeypatch.setattr(testing, "run_ranks", run)
+    return testing.assert_equals_one_process
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.selection import ALL
+from tests.harness import ALL
 
 
 @dataclass(frozen=True)

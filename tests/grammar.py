@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import FEATURES, TARGETS
+from tests.training import FEATURES, TARGETS
 
 LENGTH, WIDTH, VOCABULARY, EPS = FEATURES, 4, 6, 0.5
 

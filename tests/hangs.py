@@ -15,7 +15,7 @@ from join import Join, JoinHook
 from join.collectives import collective_of
 from tests.explained import until_explained
 from tests.join.counter import Counter, CounterHook
-from tests.models import batch
+from tests.training import batch
 
 COUNTS = (1, 3, 3, 3)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.ending import Ending
-from tests.pool import Pool
+from tests.harness import Pool
 
 
 def hangs(rank: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.selection import at_night
+from tests.harness import at_night
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "tutorials" / "notebook.ipynb"

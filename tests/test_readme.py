@@ -19,9 +19,9 @@ from join.collectives import collective_of
 from joinables import check
 from joinables.testing import assert_equals_one_process
 from tests.ending import Ending
-from tests.models import TOLERANCE, batch, build, mlp_in_one_process
-from tests.pool import Pool
+from tests.harness import Pool
 from tests.scripts import TORCHRUN, as_script, run_forked
+from tests.training import TOLERANCE, batch, build, mlp_in_one_process
 from tests.versions import needs_gloo_with_limits, needs_silent_gloo
 
 ROOT = Path(join.__file__).parent.parent

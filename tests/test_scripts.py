@@ -16,8 +16,8 @@ import pytest
 
 from docs.outputs import output_of, scripts
 from tests.ending import Ending
+from tests.harness import NIGHT, at_night
 from tests.scripts import as_script, complaints, run_forked
-from tests.selection import NIGHT, at_night
 from tests.versions import own_lines
 
 ROOT = Path(__file__).parent.parent

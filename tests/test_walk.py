@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import join
 from join import Join
-from tests.pool import Pool
+from tests.harness import Pool
 
 ROOT = Path(join.__file__).parent.parent
 OURS = str(ROOT / "join"), str(ROOT / "joinables")

@@ -1,10 +1,17 @@
-"""Training a case on uneven inputs, on ranks, and the same in one process."""
+"""What tests train: small models, data that is the same in each process, and a :class:`Case` of how to train them.
+
+A case is plain data, and prints as it is made, so that a random case that failed can be put into a test. :func:`train`
+trains a case on ranks, and :func:`reference` in a single process. :func:`check` does both, and compares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,21 +21,304 @@ from torch.utils import _pytree as pytree
 
 from join import Join
 from joinables import ZeroStep
-from tests import models
-from tests.cases import DDP, Case, Data, Model, Optimizer, Shards
 from tests.gpus import device_of_rank
-from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, flat_state, learn_graph, value_of
-from tests.pool import Pool
+from tests.harness import Epochs, Pool, first_and_last
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
 from tests.versions import CLIPS_COARSELY
 
-TOLERANCE_OF_DOUBLES = 1e-8
-TOLERANCE_OF_GPUS = 1e-5
+if TYPE_CHECKING:
+    from tests.grammar import Recipe
+
+FEATURES, TARGETS, BATCH = 4, 2, 5
+TOLERANCE, TOLERANCE_OF_DOUBLES, TOLERANCE_OF_GPUS = 2e-6, 1e-8, 1e-5
+STATISTICS = (".running_mean", ".running_var", ".num_batches_tracked")
+
+# -- models and data --------------------------------------------------------------------------------------------------
 
 
-def weight_of(data: Data, rank: int, epoch: int, step: int) -> int:
-    """The number of samples in a batch; all the same, and no reason to weigh, unless there are weights."""
-    return 2 + (rank + epoch + 2 * step) % 4 if data.weighted else BATCH
+def batch(rank: int, epoch: int, step: int, stream: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch that ``rank`` sees at a step; the same wherever it is asked for."""
+    generator = torch.Generator().manual_seed(1 + rank + 10 * epoch + 1000 * step + 100000 * stream)
+    return torch.randn(BATCH, FEATURES, generator=generator), torch.randn(BATCH, TARGETS, generator=generator)
+
+
+def learn_graph(ddp: Any, loss: Callable[[], torch.Tensor]) -> None:
+    """Run the step before the block that a ``static_graph`` module needs; it changes nothing else."""
+    if getattr(ddp, "static_graph", False):
+        state = copy.deepcopy(ddp.state_dict())
+        with torch.random.fork_rng(devices=[]):
+            loss().backward()
+        ddp.load_state_dict(state)
+        ddp.zero_grad()
+
+
+class MLP(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, TARGETS))
+
+
+class Norm(nn.Sequential):
+    # No bias before BatchNorm: its gradient is zero but for rounding, which Adam would blow up to full steps.
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__(nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8, eps), nn.Tanh(), nn.Linear(8, TARGETS))
+
+
+class Frozen(nn.Sequential):
+    """Its first and third layers do not train."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, TARGETS))
+        for index in (0, 2):
+            self[index].requires_grad_(False)
+
+
+class Branches(nn.Module):
+    """Uses another branch on every rank, and one parameter nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, TARGETS) for _ in range(3))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.heads[branch](torch.tanh(self.stem(x)))
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+    label: str
+
+
+class Opaque:
+    """An object that nobody can look into for tensors."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Wrapped(nn.Module):
+    """Returns its result inside a container."""
+
+    def __init__(self, container: str) -> None:
+        super().__init__()
+        self.body, self.container = MLP(), container
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.body(x)
+        if self.container == "tuple":
+            return y, (2 * y, "text")
+        if self.container == "dict":
+            return {"value": y, "nested": [{"twice": 2 * y}]}
+        return Output(y, "text") if self.container == "dataclass" else Opaque(y)
+
+
+def value_of(output: Any) -> torch.Tensor:
+    """The main tensor in a model's output."""
+    if isinstance(output, tuple):
+        return output[0] + output[1][0]
+    if isinstance(output, dict):
+        return output["value"] + output["nested"][0]["twice"]
+    return output.value if isinstance(output, (Output, Opaque)) else output
+
+
+def build(kind: str | Recipe) -> nn.Module:
+    """The model of this name or recipe, the same in each process."""
+    torch.manual_seed(0)
+    if not isinstance(kind, str):
+        return kind.build()
+    if kind in ("tuple", "dict", "dataclass", "opaque"):
+        return Wrapped(kind)
+    if kind == "norm with a large eps":
+        return Norm(0.1)
+    return {"mlp": MLP, "norm": Norm, "branches": Branches, "frozen": Frozen}[kind]()
+
+
+def flat_state(*parts: Any) -> dict[str, torch.Tensor]:
+    """All tensors and numbers of nested state, by path, as float64 on the CPU."""
+    found: dict[str, torch.Tensor] = {}
+
+    def visit(path: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[path] = value.detach().to("cpu", torch.float64, copy=True)
+        elif isinstance(value, bool) or value is None or isinstance(value, str):
+            found[path] = torch.tensor(float(zlib.crc32(str(value).encode())), dtype=torch.float64)
+        elif isinstance(value, (int, float)):
+            found[path] = torch.tensor(float(value), dtype=torch.float64)
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                visit(f"{path}.{key}", each)
+        elif isinstance(value, (list, tuple)):
+            for index, each in enumerate(value):
+                visit(f"{path}.{index}", each)
+
+    for index, part in enumerate(parts):
+        visit(str(index), part)
+    return found
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
+    """Compare two flat states; ``tolerance`` is absolute."""
+    assert left.keys() == right.keys(), sorted(left.keys() ^ right.keys())
+    for path, value in left.items():
+        difference = (value - right[path]).abs().max().item() if value.numel() else 0.0
+        assert difference <= tolerance, f"{path} differs by {difference:.2e}"
+
+
+def mlp_in_one_process(counts: Sequence[int], epochs: int = 1, lr: float = 1e-3) -> list[torch.Tensor]:
+    """Train the MLP by Adam in a single process, on the batches of ranks with these ``counts``; its parameters.
+
+    The data of each epoch are the same: those of epoch 0.
+    """
+    model = build("mlp")
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    for step in [*range(max(counts))] * epochs:
+        x, y = zip(*(batch(rank, 0, step) for rank, count in enumerate(counts) if step < count), strict=True)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(torch.cat(x)), torch.cat(y)).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+# -- a way to train ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, and where."""
+
+    kind: str | Recipe = "mlp"  # a name that build knows, or a recipe
+    synchronised: bool = False  # its batch norms are
+    compiled: bool = False
+    device: str = "cpu"  # or "cuda" or "sim": one for all ranks with gloo, else one for each
+
+
+@dataclass(frozen=True)
+class DDP:
+    """How a model is put into ``DistributedDataParallel``."""
+
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    hook: str = ""  # or "allreduce"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How a model is sharded by ``fully_shard``."""
+
+    replicas: int = 1
+    reshard: bool | None = None
+    units: tuple[str, ...] = ("Linear",)  # classes of parts that are sharded before the whole, inner ones first
+    syncs: str = "reduces when it steps"
+    divides: bool = True  # gradients by the number of ranks, or not at all
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer, and how its learning rate decays."""
+
+    kind: str = "adam"
+    rate: float | None = None
+    decay: float = 0.9  # of the learning rate, at each step
+    zero: bool = False
+    zero_views: bool = False
+
+
+@dataclass(frozen=True)
+class Data:
+    """What ranks have; counts[epoch][rank] is the number of batches."""
+
+    counts: Epochs = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
+    weighted: bool = False  # batches are of several sizes, and count by them
+
+    @property
+    def ranks(self) -> int:
+        return len(self.counts[0])
+
+    def samples(self, rank: int, epoch: int, step: int) -> int:
+        """The number of samples in a batch, by which it counts."""
+        return 2 + (rank + epoch + 2 * step) % 4 if self.weighted else BATCH
+
+    def batch(self, rank: int, epoch: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = batch(rank, epoch, step)
+        samples = self.samples(rank, epoch, step)
+        return x[:samples], y[:samples]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The blocks, and how they go over the data."""
+
+    iterate: str = ""  # over join.iterate, with these dummies: "empty", "last" or "a function"
+    lookahead: int = 1
+    until: str = "all"
+    stop: int | None = None  # all ranks break out of join.iterate after as many steps
+    one_block: bool = False  # for all epochs
+    one_join: bool = False  # a block for each epoch, of the same Join
+    plain_last: bool = False  # the last epoch is not over join.iterate
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step does, and by what its gradients are divided."""
+
+    initial: bool = False  # by all ranks, also those without data
+    accumulate: int = 1
+    divided: bool = False  # the loss by that number, also with weights: Join is told
+    to_none: bool = True
+    zero_every: int = 1  # optimizer steps; in between, gradients pile up
+    clip: bool = False
+    forwards: int = 1  # before each backward
+    evaluates: bool = False  # at some steps
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train."""
+
+    model: Model = field(default_factory=Model)
+    wrapper: DDP | Shards = field(default_factory=DDP)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    data: Data = field(default_factory=Data)
+    loop: Loop = field(default_factory=Loop)
+    step: Step = field(default_factory=Step)
+
+    def scales(self, epoch: int) -> bool:
+        """Whether losses go through ``join.scale``: gradients are the mean over micro-batches, too."""
+        in_window = self.in_lockstep(epoch) and (self.step.accumulate > 1 or self.model.synchronised or self.is_sharded)
+        return self.data.weighted or self.step.divided or in_window
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the forward communicates, so that all ranks must run it."""
+        return isinstance(self.wrapper, Shards)
+
+    def in_lockstep(self, epoch: int) -> bool:
+        return bool(self.loop.iterate) and not (self.loop.plain_last and epoch == len(self.data.counts) - 1)
+
+    def trained(self, epoch: int) -> tuple[int, ...]:
+        """How many of its batches each rank comes to."""
+        counts = self.data.counts[epoch]
+        if not self.in_lockstep(epoch):
+            return counts
+        most = min(counts) if self.loop.until == "first" else max(counts)
+        return tuple(min(count, most, most if self.loop.stop is None else self.loop.stop) for count in counts)
+
+
+def shorter(case: Case) -> Case:
+    """A case of three epochs is one of two in ``make test``."""
+    return replace(case, data=replace(case.data, counts=first_and_last(case.data.counts)))
+
+
+# -- training it ------------------------------------------------------------------------------------------------------
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
 
 
 def device_of(model: Model) -> torch.device:
@@ -40,11 +330,6 @@ def device_of(model: Model) -> torch.device:
     return device
 
 
-def batch_of(data: Data, rank: int, epoch: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = batch(rank, epoch, step)
-    return x[: weight_of(data, rank, epoch, step)], y[: weight_of(data, rank, epoch, step)]
-
-
 def longer(data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """A dummy that somebody makes of their last batch."""
     x, y = data
@@ -54,7 +339,7 @@ def longer(data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch
 def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's batches of an epoch; in lockstep, if the case has it so, and then with dummies."""
     device, loop = device_of(case.model), case.loop
-    mine = [batch_of(case.data, rank, epoch, step) for step in range(case.data.counts[epoch][rank])]
+    mine = [case.data.batch(rank, epoch, step) for step in range(case.data.counts[epoch][rank])]
     mine = [(x.to(device), y.to(device)) for x, y in mine]
     if not case.in_lockstep(epoch):
         return mine
@@ -65,14 +350,9 @@ def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[tor
     return join.iterate(iter(mine), until, dummy=dummy, lookahead=loop.lookahead, weigh=weigh, window=window)
 
 
-def build(model: Model) -> nn.Module:
-    torch.manual_seed(0)
-    return models.build(model.kind) if isinstance(model.kind, str) else model.kind.build()
-
-
 def placed(model: Model) -> nn.Module:
     """The module, where this rank trains; its batch norms are over all ranks, if they are to be."""
-    module = build(model).to(device_of(model))
+    module = build(model.kind).to(device_of(model))
     if not model.synchronised:
         return module
     module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
@@ -236,7 +516,7 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
 
 def reference(case: Case) -> dict[str, torch.Tensor]:
     """One process: the gradients of all ranks that have data, averaged; buffers of the lowest of them."""
-    model = build(case.model)
+    model = build(case.model.kind)
     optimizer = optimizer_of(case.optimizer, model, alone=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.optimizer.decay)
     data, what = case.data, case.step
@@ -251,14 +531,14 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
             ranks = [rank for rank in range(data.ranks) if counts[rank] > window * k]
             divisor = data.ranks if what.initial else len(ranks)
             windows = {rank: range(window * k, min((window + 1) * k, counts[rank])) for rank in ranks}
-            total = sum(weight_of(data, rank, epoch, step) for rank, own in windows.items() for step in own)
+            total = sum(data.samples(rank, epoch, step) for rank, own in windows.items() for step in own)
             if what.initial and not data.weighted and case.in_lockstep(epoch):
                 total = BATCH * data.ranks * (end - window * k)
             shared = [b.clone() for b in model.buffers()]
             kept = None
             if case.model.synchronised:
                 for step in range(window * k, end):
-                    parts = [batch_of(data, rank, epoch, step) for rank in ranks if counts[rank] > step]
+                    parts = [data.batch(rank, epoch, step) for rank in ranks if counts[rank] > step]
                     together = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
                     share = len(parts) * BATCH / total if scales else len(parts) / divisor
                     (loss_of(model, case, epoch, 0, together) * share).backward()
@@ -267,8 +547,8 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
                 for buffer, value in zip(model.buffers(), shared, strict=True):
                     buffer.copy_(value)
                 for step in windows[rank]:
-                    loss = loss_of(model, case, epoch, branch_of(rank, step), batch_of(data, rank, epoch, step))
-                    share = weight_of(data, rank, epoch, step) / total if scales else 1 / divisor
+                    loss = loss_of(model, case, epoch, branch_of(rank, step), data.batch(rank, epoch, step))
+                    share = data.samples(rank, epoch, step) / total if scales else 1 / divisor
                     (loss * share * (k if what.divided else 1)).backward()
                 # The leader is the lowest rank that takes part in the synchronised step.
                 if kept is None and counts[rank] >= end:
@@ -286,7 +566,7 @@ def check(pool: Pool, case: Case, by: Callable[..., Any] = train, **options: Any
     """Train on as many ranks as the case has: all end the same, bit for bit, and as one process does."""
     states = [*pool.run(by, case, ranks=case.data.ranks, **options), reference(case)]
     if isinstance(case.wrapper, Shards) and not case.model.synchronised:  # each rank keeps statistics of its own
-        states = [{key: value for key, value in state.items() if not _is_statistic(key)} for state in states]
+        states = [{key: value for key, value in state.items() if not key.endswith(STATISTICS)} for state in states]
     *states, expected = states
     for other in states[1:]:
         assert_same(states[0], other)
@@ -300,7 +580,3 @@ def tolerance_of(case: Case) -> float:
     if CLIPS_COARSELY and isinstance(case.wrapper, Shards) and case.step.clip:
         return TOLERANCE
     return TOLERANCE if isinstance(case.model.kind, str) else TOLERANCE_OF_DOUBLES
-
-
-def _is_statistic(key: str) -> bool:
-    return key.endswith((".running_mean", ".running_var", ".num_batches_tracked"))

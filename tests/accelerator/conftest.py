@@ -6,7 +6,7 @@ import pytest
 
 from tests.accelerator import simulated
 from tests.accelerator.target import TARGETS, Target, prepare_simulated
-from tests.pool import Pool
+from tests.harness import Pool
 
 
 @pytest.fixture(params=TARGETS, ids=str)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tests import gpus
 from tests.accelerator import device_module, simulated
-from tests.cases import Case
+from tests.training import Case
 
 ROOT = simulated.ROOT
 HERE = Path(__file__)

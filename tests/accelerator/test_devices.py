@@ -14,9 +14,8 @@ from typing_extensions import override
 from join import Join
 from tests.accelerator import simulated
 from tests.accelerator.target import CPU, Target
-from tests.models import FEATURES, TARGETS, TOLERANCE, assert_same, batch, build, flat_state
-from tests.pool import Pool
-from tests.training import TOLERANCE_OF_GPUS
+from tests.harness import Pool
+from tests.training import FEATURES, TARGETS, TOLERANCE, TOLERANCE_OF_GPUS, assert_same, batch, build, flat_state
 
 CPU_DEVICE = torch.device("cpu")
 COUNTS = 2, 4, 0

@@ -12,10 +12,25 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from tests.accelerator import simulated
 from tests.accelerator.target import SIMULATED, Target, device_of_rank
-from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step, shorter
-from tests.models import assert_same, batch, build, flat_state
-from tests.pool import Pool
-from tests.training import TOLERANCE_OF_GPUS, check, train
+from tests.harness import Pool
+from tests.training import (
+    DDP,
+    TOLERANCE_OF_GPUS,
+    Case,
+    Data,
+    Loop,
+    Model,
+    Optimizer,
+    Shards,
+    Step,
+    assert_same,
+    batch,
+    build,
+    check,
+    flat_state,
+    shorter,
+    train,
+)
 
 # The first two ranks alone have uneven data, too: with NCCL there may be no more.
 COUNTS = Data(((0, 3, 1), (2, 0, 4), (3, 1, 0)))

@@ -25,9 +25,9 @@ from join import Join
 from tests.accelerator import simulated
 from tests.accelerator.target import Target, device_of_rank, prepare_simulated
 from tests.ending import End, Ending, Running, say
-from tests.models import batch, build
-from tests.selection import assert_soon, in_quiet
+from tests.harness import assert_soon, in_quiet
 from tests.shorter import using
+from tests.training import batch, build
 
 SECONDS = 10.0  # that the others may take
 STALL = 1.0

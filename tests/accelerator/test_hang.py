@@ -14,7 +14,7 @@ from tests.accelerator import simulated
 from tests.accelerator.target import Target, device_of_rank, prepare_simulated
 from tests.ending import Ending
 from tests.explained import ends_once_explained
-from tests.models import build
+from tests.training import build
 
 END = r"waits for the others at the end of the block \(hangs\.py:\d+, in \w+\)"
 LATER = r"in (the block|torch\.\S+) \(hangs\.py:\d+, in (train|log_loss|barrier|gather)\)"

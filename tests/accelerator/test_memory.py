@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, transfer
 from tests.accelerator.target import Target, device_of_rank, memory_of
-from tests.pool import Pool
+from tests.harness import Pool
 
 SIZE = 512
 COUNTS = 3, 4, 4

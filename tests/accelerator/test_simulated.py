@@ -15,9 +15,8 @@ import torch.distributed as dist
 from tests.accelerator import simulated
 from tests.accelerator.target import SIMULATED, prepare_simulated
 from tests.ending import Ending
+from tests.harness import Pool, at_night
 from tests.meeting import tell, wait_for
-from tests.pool import Pool
-from tests.selection import at_night
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED.why_not()), reason=SIMULATED.why_not())
 

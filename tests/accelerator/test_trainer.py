@@ -20,9 +20,8 @@ from joinables.trainer.metrics import MetricStore
 from tests.accelerator import device_module
 from tests.accelerator.target import CPU, SIMULATED, Target, device_of_rank, prepare_simulated, waits
 from tests.ending import Ending
+from tests.harness import Pool, at_night
 from tests.joinables.trainer.ranks import trainer
-from tests.pool import Pool
-from tests.selection import at_night
 
 SAMPLES = 50  # not as many batches on both ranks
 EPOCHS = 2

@@ -13,10 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from joinables import Mean
 from tests.accelerator.target import Target, Wait, device_of_rank, waits
-from tests.cases import Model, Optimizer
-from tests.models import batch, build, learn_graph
-from tests.pool import Pool
-from tests.training import optimizer_of, shard
+from tests.harness import Pool
+from tests.training import Model, Optimizer, batch, build, learn_graph, optimizer_of, shard
 
 # The functions that wait at each step, by the way of training in which they do. It is exact: what is mended must leave.
 EXCEPTIONS: dict[str, set[str]] = {}

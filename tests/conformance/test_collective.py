@@ -30,7 +30,6 @@ from tests.conformance.collective_suite import conforms, fails, operates, times_
 from tests.conformance.own_collective import OverStore
 from tests.ending import Ending
 from tests.join.counter import Counter
-from tests.pool import Pool
 
 RANKS = 3
 

@@ -25,9 +25,8 @@ import joinables.trainer
 from joinables import Join, JoinReport
 from recipes import contrastive
 from tests.examples import needed
-from tests.models import FEATURES, TARGETS, TOLERANCE, assert_same, batch, flat_state
-from tests.pool import Pool
-from tests.training import whole
+from tests.harness import Pool
+from tests.training import FEATURES, TARGETS, TOLERANCE, assert_same, batch, flat_state, whole
 from tests.versions import OWN_BUFFERS
 
 KINDS = {"map": (0, 3), "stream": (5, 2)}

@@ -20,7 +20,7 @@ import joinables.trainer
 from tests.docs import names
 from tests.docs.names import check
 from tests.examples import DOCS, after, examples_in_docstrings, examples_of
-from tests.pool import Pool
+from tests.harness import Pool
 
 PAGES = ["../README.md", *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))]
 ELSEWHERE = "errors.md", "frameworks/"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from docs.order import PICTURE, step_of, train
-from tests.pool import Pool
+from tests.harness import Pool
 
 
 def test_both_ranks_do_what_the_picture_shows(pool: Pool) -> None:

@@ -25,10 +25,9 @@ from joinables.trainer import ModelCheckpoint, Trainer, TrainModule, UnevenDistr
 from tests.docs.names import Names, Net
 from tests.ending import Ending
 from tests.examples import examples_in_docstrings, examples_of
-from tests.models import FEATURES, TARGETS, assert_same, batch, flat_state
-from tests.pool import Pool
+from tests.harness import Pool
 from tests.scripts import run_forked
-from tests.training import whole
+from tests.training import FEATURES, TARGETS, assert_same, batch, flat_state, whole
 
 ROOT = Path(join.__file__).parent.parent
 COUNTS = 0, 3, 1

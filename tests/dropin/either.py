@@ -16,7 +16,7 @@ import pytest
 
 from join.collectives import collective_of
 from tests.ending import Ending
-from tests.pool import Pool
+from tests.harness import Pool
 
 OURS, TORCHS = "join", "torch.distributed.algorithms.join"
 """Where ``Join``, ``Joinable`` and ``JoinHook`` are imported from."""

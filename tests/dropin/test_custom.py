@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.dropin.counter import counter_class
 from tests.dropin.either import OURS, TORCHS, either, run
 from tests.ending import Ending, assert_blamed
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, build
 
 COUNTS = [(0, 3, 1), (2, 0, 4), (2, 2, 2), (0, 0, 0)]
 """How many batches each rank has; uneven, even, and none at all."""

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from tests.dropin.counter import counter_class
 from tests.dropin.either import OURS, TORCHS, either, run
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, build
 
 
 def counts_local_steps(rank: int, library: Any, first: bool) -> int:

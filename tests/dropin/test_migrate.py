@@ -13,10 +13,21 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import join
-from tests.cases import Case, Data, Loop, Optimizer, Step
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
-from tests.training import batch_of, build, loss_of, optimizer_of, reference
+from tests.harness import Pool
+from tests.training import (
+    TOLERANCE,
+    Case,
+    Data,
+    Loop,
+    Optimizer,
+    Step,
+    assert_same,
+    build,
+    flat_state,
+    loss_of,
+    optimizer_of,
+    reference,
+)
 
 TEXT = (Path(join.__file__).parent.parent / "docs" / "migrate.md").read_text()
 LOOPS = {
@@ -33,7 +44,7 @@ BEFORE, AFTER = 0, 1
 
 def follow(rank: int, code: str, case: Case) -> dict[str, torch.Tensor]:
     """Run a loop of the document."""
-    model = build(case.model)
+    model = build(case.model.kind)
     optimizer = optimizer_of(case.optimizer, model)
     names: dict[str, Any] = {"Join": join.Join, "DistributedDataParallel": DistributedDataParallel, "dist": dist}
     names |= {"torch": torch, "optimizer": optimizer}
@@ -44,7 +55,7 @@ def follow(rank: int, code: str, case: Case) -> dict[str, torch.Tensor]:
         loss_of(names["model"], case, 0, 0, (x, y)).backward()
         optimizer.step()
 
-    names |= {"step": step, "loader": [batch_of(case.data, rank, 0, at) for at in range(case.data.counts[0][rank])]}
+    names |= {"step": step, "loader": [case.data.batch(rank, 0, at) for at in range(case.data.counts[0][rank])]}
     exec(code, names)
     assert len(names.get("unused", [])) <= 1
     return flat_state(model.state_dict())

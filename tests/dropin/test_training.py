@@ -8,15 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import DDP, Case, Data, Model, Optimizer, Step
 from tests.dropin.either import either, libraries, run
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
+from tests.harness import Pool
 from tests.training import (
+    DDP,
+    TOLERANCE,
+    Case,
+    Data,
+    Model,
+    Optimizer,
+    Step,
     accumulating,
-    batch_of,
+    assert_same,
     branch_of,
     build,
+    flat_state,
     full_state,
     loss_of,
     optimizer_of,
@@ -113,7 +119,7 @@ def train(rank: int, library: Any, listed: Listed) -> tuple[dict[str, torch.Tens
         try:
             with library.Join(joinables, listed.enable, listed.throw, divide_by_initial_world_size=case.step.initial):
                 for step in range(counts[rank]):
-                    data = batch_of(case.data, rank, epoch, step)
+                    data = case.data.batch(rank, epoch, step)
                     if case.step.evaluates and (rank + step) % 2:
                         with torch.no_grad():
                             ddp(data[0])
@@ -150,13 +156,13 @@ WITH_OWN_BUFFERS = Listed(Case(Model("norm"), DDP(OWN_BUFFERS), SGD))
 
 def with_own_buffers(model: Model, data: Data) -> list[dict[str, torch.Tensor]]:
     """What each rank ends with where none takes over another's buffers; all in one process."""
-    models = [build(model) for _ in range(data.ranks)]
+    models = [build(model.kind) for _ in range(data.ranks)]
     for epoch, counts in enumerate(data.counts):
         for step in range(max(counts)):
             active = [rank for rank in range(data.ranks) if counts[rank] > step]
             gradients: list[Any] = []
             for rank in active:
-                x, y = batch_of(data, rank, epoch, step)
+                x, y = data.batch(rank, epoch, step)
                 loss = ((models[rank](x) - y) ** 2).mean()
                 gradients.append(torch.autograd.grad(loss, list(models[rank].parameters())))
             means = [sum(each) / len(active) for each in zip(*gradients, strict=True)]

@@ -18,7 +18,7 @@ from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
 from tests.engines.training import Engine, Feed, adam, build, check
-from tests.pool import Pool
+from tests.harness import Pool
 
 
 def sum_gradients(model: torch.nn.Module, divided_by: int) -> None:

@@ -16,7 +16,7 @@ from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
 from tests.engines.training import Batch, Engine, Feed, adam, alone, batch_of, build, check
-from tests.pool import Pool
+from tests.harness import Pool
 
 
 class GatherLayer(torch.autograd.Function):

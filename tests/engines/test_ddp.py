@@ -19,10 +19,9 @@ from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
 from tests.engines.training import Engine, Feed, adam, alone, batch_of, build, check
-from tests.models import FEATURES, TARGETS, flat_state
-from tests.pool import Pool
+from tests.harness import Pool
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
-from tests.training import whole
+from tests.training import FEATURES, TARGETS, flat_state, whole
 
 
 class DDP(Engine):

@@ -22,8 +22,8 @@ from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
 from tests.engines.training import Engine, Feed, adam, alone, build, train
-from tests.models import assert_same, flat_state
 from tests.scripts import as_script
+from tests.training import assert_same, flat_state
 
 TOLERANCE = 2e-6
 """ZeRO keeps its parameters in float32."""

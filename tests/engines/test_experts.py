@@ -17,8 +17,8 @@ from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
 from tests.engines.training import Engine, Feed, adam, alone, check
-from tests.models import FEATURES, TARGETS, flat_state
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import FEATURES, TARGETS, flat_state
 
 EXPERTS = 3
 

@@ -17,8 +17,8 @@ from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
 from tests.engines.training import Engine, Feed, alone, check
-from tests.models import FEATURES, TARGETS
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import FEATURES, TARGETS
 
 
 def build(seed: int = 0) -> nn.Sequential:

@@ -20,8 +20,8 @@ from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
 from tests.engines.training import Batch, Engine, Feed, adam, alone, build, check, mean_loss
-from tests.models import batch, flat_state
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, flat_state
 
 MICRO_BATCHES = 4, 2
 """Of one batch, in each replica."""

@@ -17,8 +17,8 @@ from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
 from tests.engines.training import Engine, Feed, adam, build, check
-from tests.models import flat_state
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import flat_state
 
 
 class FSDP1(Engine):

@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell
-from tests.models import FEATURES, TARGETS, assert_same, batch, flat_state
-from tests.pool import Pool
-from tests.training import whole
+from tests.harness import Pool
+from tests.training import FEATURES, TARGETS, assert_same, batch, flat_state, whole
 from tests.versions import is_2_8
 
 TOLERANCE = 1e-12

@@ -25,6 +25,7 @@ import joinables
 from join import Join
 from tests.ending import Ending
 from tests.examples import DOCS, after, examples_of, in_loop_of
+from tests.harness import Pool
 from tests.integrations.ranks import accelerator, imported, launched
 from tests.integrations.samples import (
     BOTH,
@@ -38,7 +39,6 @@ from tests.integrations.samples import (
     assert_as_one_process,
     steps_of,
 )
-from tests.pool import Pool
 
 PACKAGE = Path(joinables.__file__).parent
 PAGES = sorted((DOCS / "frameworks").iterdir())

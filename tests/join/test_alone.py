@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from join import Join, JoinError
 from join.scaling import _step_hook  # pyright: ignore[reportPrivateUsage]
-from tests.pool import Pool
+from tests.harness import Pool
 
 WEIGHTS = (2, 1, 4, 0, 3)
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from join import Join
 from join.batch import copied, emptied, has_empty_tensor, map_tensors, samples_in, tensors_in
-from tests.pool import Pool
+from tests.harness import Pool
 
 
 @dataclass(frozen=True)

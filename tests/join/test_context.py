@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.collectives import SingleCollective, ThreadCollective, collective_of, run_threads
+from tests.harness import Pool
 from tests.join.counter import Counter, CounterHook, Leading, blames
-from tests.pool import Pool
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 64])

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, JoinError
 from join.collectives import ThreadCollective, run_threads
 from tests.ending import Ending, assert_blamed
+from tests.harness import Pool
 from tests.join.counter import Counter
-from tests.models import TOLERANCE, batch, build, mlp_in_one_process
-from tests.pool import Pool
+from tests.training import TOLERANCE, batch, build, mlp_in_one_process
 
 COUNTS = (2, 5, 0)
 

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, JoinError
 from join.arguments import expand
 from join.collectives import collective_of
+from tests.harness import Pool
 from tests.join.counter import Counter
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.training import batch, build
 
 
 class Loader:

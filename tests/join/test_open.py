@@ -14,9 +14,9 @@ import torch.distributed as dist
 from join import Join, JoinError, PeerError
 from join.collectives import SingleCollective, ThreadCollective, collective_of, run_threads
 from tests.ending import Ending, assert_blamed
+from tests.harness import Pool
 from tests.join.counter import Counter
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.training import batch, build
 
 COUNTS = (3, 5, 0)
 

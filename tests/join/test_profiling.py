@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import join
 from join import Join
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, build
 
 ROOT = Path(join.__file__).parent.parent
 COUNTS = 0, 2, 5

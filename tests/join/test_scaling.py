@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from join import Join, JoinError
 from joinables import LossGate, ZeroStep
 from tests.ending import Ending
-from tests.models import assert_same, flat_state, learn_graph
-from tests.pool import Pool
-from tests.selection import ALL, all_or_each
+from tests.harness import ALL, Pool, all_or_each
+from tests.training import assert_same, flat_state, learn_graph
 
 COUNTS = (5, 0, 3)
 TOLERANCE = 1e-9

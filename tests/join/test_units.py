@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import TOLERANCE, assert_same, flat_state
 
 WEIGHT = 50.0  # far from the first unit, which is 1
 

@@ -19,7 +19,7 @@ from joinables import check
 from joinables._torch.versions import SUPPORTED
 from joinables.testing import assert_equals_one_process
 from tests.ending import Ending
-from tests.selection import NIGHT
+from tests.harness import NIGHT
 
 ROOT = Path(joinables.__file__).parent.parent
 

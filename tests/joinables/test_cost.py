@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from join.collectives import Line, TorchCollective
-from tests.models import batch, build
-from tests.pool import Pool
-from tests.training import mesh_of
+from tests.harness import Pool, all_or_each
+from tests.training import batch, build, mesh_of
 
 STEPS = 4
 TOTAL = STEPS + 4  # two before them, and two after
@@ -111,7 +110,7 @@ COSTS: dict[str, dict[str, float]] = {
 }
 
 
-@pytest.mark.parametrize("setup", COSTS)
+@pytest.mark.parametrize("setup", all_or_each(COSTS, lambda setup: dict.fromkeys(setup.split(", "))))
 def test_extra_collectives(pool: Pool, setup: str) -> None:
     plain = pool.run(profile_steps, setup, False, ranks=2)
     over_group = pool.run(profile_steps, setup, True, ranks=2, over_group=True)

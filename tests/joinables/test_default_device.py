@@ -9,8 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, build
 
 COUNTS = 0, 2, 4
 

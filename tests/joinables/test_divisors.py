@@ -13,10 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
 from tests.ending import Ending
-from tests.models import TOLERANCE, assert_same, batch, build, flat_state
-from tests.pool import Pool
-from tests.selection import in_test_all
-from tests.training import mesh_of, whole
+from tests.harness import Pool, all_or_each, in_test_all
+from tests.training import TOLERANCE, assert_same, batch, build, flat_state, mesh_of, whole
 
 COUNTS = 2, 4, 0, 1
 
@@ -103,23 +101,30 @@ def reference(ranks: int) -> dict[str, torch.Tensor]:
     return flat_state(model.state_dict())
 
 
+def parts_of(row: tuple[Any, ...]) -> dict[str, Any]:
+    return {**dict.fromkeys(row[0].split(", ")), "others": row[1:]}
+
+
 @pytest.mark.parametrize(
     ("how", "divided_over", "by_hand"),
-    [
-        ("factor", 1, False),
-        ("factor", None, True),
-        ("the usual factor", None, False),
-        ("HSDP, factor", 1, False),
-        ("HSDP, factor", None, True),
-        ("scatter", 1, False),
-        ("HSDP, scatter", 2, False),  # the replicas average
-        ("hook", 1, False),
-        ("HSDP, hook", 1, False),
-        ("DDP", 1, False),
-        ("FSDP1", None, False),
-        ("FSDP1, torch's hook", None, False),
-        ("FSDP1, HSDP", None, False),
-    ],
+    all_or_each(
+        [
+            ("factor", 1, False),
+            ("factor", None, True),
+            ("the usual factor", None, False),
+            ("HSDP, factor", 1, False),
+            ("HSDP, factor", None, True),
+            ("scatter", 1, False),
+            ("HSDP, scatter", 2, False),  # the replicas average
+            ("hook", 1, False),
+            ("HSDP, hook", 1, False),
+            ("DDP", 1, False),
+            ("FSDP1", None, False),
+            ("FSDP1, torch's hook", None, False),
+            ("FSDP1, HSDP", None, False),
+        ],
+        parts_of,
+    ),
 )
 def test_as_one_process(pool: Pool, how: str, divided_over: float | None, by_hand: bool) -> None:
     ranks = 4 if "HSDP" in how else 3

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
-from tests.pool import Pool
+from tests.harness import Pool
 
 
 class Picky(nn.Module):

@@ -12,10 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from joinables.modules import zero_of
-from tests.models import assert_same, flat_state
-from tests.pool import Pool
-from tests.selection import all_or_some, in_test_all
-from tests.training import mesh_of, whole
+from tests.harness import Pool, all_or_each, in_test_all
+from tests.training import assert_same, flat_state, mesh_of, whole
 
 COUNTS = 1, 3, 0
 TEXT: dict[str, Any] = {"vocab_size": 17, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -92,7 +90,7 @@ def train(rank: int, family: str, how: str) -> dict[str, torch.Tensor]:
 
 
 @in_test_all
-@pytest.mark.parametrize(("family", "how"), all_or_some(product(FAMILIES, HOWS), together=1))
+@pytest.mark.parametrize(("family", "how"), all_or_each(product(FAMILIES, HOWS), together=1))
 def test_it_trains_exactly(pool: Pool, family: str, how: str) -> None:
     pytest.importorskip("transformers")
     model = build(family)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
-from tests.models import TOLERANCE, batch, build, mlp_in_one_process
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import TOLERANCE, batch, build, mlp_in_one_process
 
 COUNTS = (2, 5, 0)
 

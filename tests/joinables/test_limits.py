@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import EarlyTerminationError, Join
 from join.collectives._torch_private import timeout_of
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, build
 
 
 def limit() -> float:

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, ProtocolError
 from join.collectives import TorchCollective
 from join.protocol.channel import Channel
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, build
 
 OPERATIONS = "all_reduce", "broadcast", "all_gather"
 LAYERS = 20

@@ -14,13 +14,33 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
-from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step, shorter
 from tests.ending import Ending, assert_blamed
-from tests.models import TOLERANCE, assert_same, batch, build, flat_state, mlp_in_one_process
-from tests.pool import Pool
-from tests.selection import all_or_some, first_and_last
+from tests.harness import Pool, all_or_each, first_and_last, in_test_all
 from tests.sync_norm import sync_batch_norm_on_cpu
-from tests.training import check, loss_of, mesh_of, placed, reference, shard, whole
+from tests.training import (
+    DDP,
+    TOLERANCE,
+    Case,
+    Data,
+    Loop,
+    Model,
+    Optimizer,
+    Shards,
+    Step,
+    assert_same,
+    batch,
+    build,
+    check,
+    flat_state,
+    loss_of,
+    mesh_of,
+    mlp_in_one_process,
+    placed,
+    reference,
+    shard,
+    shorter,
+    whole,
+)
 
 LOCKSTEP = Loop(iterate="empty")
 CASES = {
@@ -110,12 +130,12 @@ def parts_of(name: str) -> dict[str, Hashable]:
     }
 
 
-@pytest.mark.parametrize("name", all_or_some(CASES, parts_of, together=1))
+@pytest.mark.parametrize("name", all_or_each(CASES, parts_of, together=1))
 def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, shorter(replace(CASES[name], loop=LOCKSTEP)))
 
 
-@pytest.mark.parametrize("name", ["adamw with clipping", "replicas"])
+@pytest.mark.parametrize("name", ["adamw with clipping", pytest.param("replicas", marks=in_test_all)])
 def test_sharded_equals_one_process_with_dummies_of_samples(pool: Pool, name: str) -> None:
     check(pool, replace(CASES[name], loop=Loop(iterate="last")))
 
@@ -145,7 +165,7 @@ def in_half(rank: int, replicas: int, how: str) -> dict[str, torch.Tensor]:
     return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=in_test_all), 2])
 def test_mixed_precision(pool: Pool, replicas: int) -> None:
     by_hand = pool.run(in_half, replicas, "by hand", ranks=4)
     for state, expected in zip(pool.run(in_half, replicas, "lockstep", ranks=4), by_hand, strict=True):

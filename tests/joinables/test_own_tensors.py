@@ -17,9 +17,8 @@ from typing_extensions import override
 
 from join import Join
 from joinables import LossGate
-from tests.models import TOLERANCE, assert_same, batch, flat_state
-from tests.pool import Pool
-from tests.training import mesh_of, whole
+from tests.harness import Pool
+from tests.training import TOLERANCE, assert_same, batch, flat_state, mesh_of, whole
 from tests.versions import OWN_BUFFERS
 
 COUNTS = 2, 4, 0, 3

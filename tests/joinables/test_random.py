@@ -16,11 +16,9 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step
 from tests.grammar import Recipe, recipes
-from tests.pool import Pool
-from tests.selection import ALL
-from tests.training import check
+from tests.harness import ALL, Pool
+from tests.training import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step, check
 from tests.versions import GATHERS_WHAT_IS_USED_AGAIN
 
 SOAK = int(os.environ.get("SOAK", "0"))

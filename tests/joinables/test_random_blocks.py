@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
-from tests.models import assert_same
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import assert_same
 
 SOAK = int(os.environ.get("SOAK", "0"))
 TOLERANCE = 1e-9

@@ -15,8 +15,8 @@ from joinables import ZeroStep
 from joinables._torch.objects import zero_redundancy_optimizer
 from joinables.sample import Sample
 from tests.ending import Ending, assert_blamed
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, build
 
 COUNTS = [1, 3, 3]
 

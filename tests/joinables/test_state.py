@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError, ProtocolError
 from tests.ending import Ending
+from tests.harness import Pool
 from tests.joinables.summer import Summer
-from tests.models import assert_same, batch, build, flat_state
-from tests.pool import Pool
+from tests.training import assert_same, batch, build, flat_state
 
 COUNTS = [0, 4, 2]
 TORCH_NOTIFIES = TorchJoin.notify_join_context

@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 from join import Join, JoinError, ProtocolError
 from join.registry import joinables_of
 from tests.ending import Ending
-from tests.models import TOLERANCE, assert_same, batch, build, flat_state
-from tests.pool import Pool
-from tests.training import mesh_of
+from tests.harness import Pool
+from tests.training import TOLERANCE, assert_same, batch, build, flat_state, mesh_of
 
 RANKS = 3
 EPOCHS = ((1, 4, 0), (3, 0, 2))  # how many batches each rank has

@@ -25,7 +25,7 @@ from join import Join, JoinTimeoutError
 from join.collectives._torch_private import timeout_of
 from joinables.testing import NotExact, RankFailed, assert_equals_one_process, concatenated, run_ranks, uneven
 from tests.ending import Ending
-from tests.models import BATCH, FEATURES, TARGETS, build
+from tests.training import BATCH, FEATURES, TARGETS, build
 
 run: Any = partial(run_ranks, start_method="forkserver")
 check: Any = partial(assert_equals_one_process, start_method="forkserver")

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from joinables._torch.objects import zero_redundancy_optimizer
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, build
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, ProtocolError
 from join.registry import joinables_of
 from joinables.wrapped import holds_optimizers, unwrapped
-from tests.models import assert_same, batch, build, flat_state
-from tests.pool import Pool
-from tests.selection import all_or_each
+from tests.harness import Pool, all_or_each
+from tests.training import assert_same, batch, build, flat_state
 
 
 class Accelerated(torch.optim.Optimizer):

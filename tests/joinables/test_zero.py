@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, JoinError, PeerError
 from joinables import ZeroStep
 from tests.ending import Ending, assert_blamed
-from tests.models import TOLERANCE, assert_same, batch, build, flat_state
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import TOLERANCE, assert_same, batch, build, flat_state
 from tests.versions import needs_muon
 
 COUNTS = [0, 4, 2]

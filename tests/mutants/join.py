@@ -213,12 +213,6 @@ MUTANTS = [
     # -- the channel ---------------------------------------------------------------------------------------------------
     Mutant(
         "join/protocol/channel.py",
-        "self.place = self._places[scopes[-1]] if scopes",
-        "self.place = self.place if scopes",
-        "tests/join/loop/test_state.py::test_a_block_around_a_block_whose_loop_failed_is_plain",
-    ),
-    Mutant(
-        "join/protocol/channel.py",
         "        self.flush(complete=False)\n",
         "",
         "tests/join/protocol/test_pending.py::test_a_burst_that_its_rank_skipped_runs_first",
@@ -1096,7 +1090,7 @@ MUTANTS = [
         "join/protocol/messages.py",
         "if total & self._largest_count != self._collective.world_size:",
         "if False:",
-        "tests/join/protocol/test_messages.py::test_ranks_in_different_places_name_them",
+        "tests/worlds/test_small_worlds.py::test_programs_end_as_before[group]",
     ),
     Mutant(
         "join/protocol/headers.py",
@@ -1108,7 +1102,7 @@ MUTANTS = [
         "join/protocol/messages.py",
         "        if any(theirs != message.doing for theirs, _, _ in rows):\n",
         "        if False:\n",
-        "tests/join/protocol/test_messages.py::test_two_messages_that_are_no_headers_do_not_belong_together",
+        "tests/join/protocol/test_messages.py::test_ranks_that_compare_different_things_are_in_different_places",
     ),
     Mutant(
         "join/protocol/channel.py",

@@ -13,8 +13,8 @@ import torch
 
 from joinables.trainer import ModelCheckpoint
 from tests.ending import Ending
-from tests.models import assert_same, flat_state
 from tests.scripts import as_script, run_forked
+from tests.training import assert_same, flat_state
 
 CHARACTERS = str(Path(__file__).with_name("characters.py"))
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tests.ending import End
-from tests.selection import NIGHT
+from tests.harness import NIGHT
 from tests.two_hosts.hosts import HOSTS, Hosts
 from tests.two_hosts.ranks import PAUSE, Call, Folder
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models import TOLERANCE, assert_same
-from tests.training import reference, tolerance_of
+from tests.training import TOLERANCE, assert_same, reference, tolerance_of
 from tests.two_hosts.fleet import MEMORY, RANKS, Fleet
 from tests.two_hosts.ranks import Call
 from tests.two_hosts.training import CASES, Trained, fit, fit_alone, train_all

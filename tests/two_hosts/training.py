@@ -9,10 +9,8 @@ import torch
 
 from join.collectives import collective_of
 from joinables.trainer import Strategy, Trainer
-from tests.cases import Case, Data, Loop, Model, Optimizer, Shards, Step
 from tests.joinables.trainer.modules import Classifier, loader
-from tests.models import flat_state
-from tests.training import train
+from tests.training import Case, Data, Loop, Model, Optimizer, Shards, Step, flat_state, train
 
 COUNTS = ((3, 0, 1, 2), (0, 2, 4, 0))  # by epoch and rank; each host has a rank without data
 CASES = {

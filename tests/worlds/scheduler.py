@@ -31,6 +31,10 @@ class Killed(BaseException):
     """The program is over, or the process of this thread has ended, and the thread unwinds."""
 
 
+_OURS = set[int]()
+"""The real threads that a scheduler runs. Others may be left of an earlier test, and see real threads and real time."""
+
+
 class _Worker:
     """A real thread, which runs one job after the other."""
 
@@ -43,6 +47,7 @@ class _Worker:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
+        _OURS.add(threading.get_ident())
         while True:
             self.baton.acquire()
             self.job()
@@ -98,6 +103,7 @@ class Scheduler:
         Raises:
             RuntimeError: If threads hang and the function does not end by an exception.
         """
+        _OURS.add(threading.get_ident())
         Scheduler.current, result = self, None
         try:
             result = call()
@@ -394,6 +400,10 @@ def _monotonic() -> float:
     return Scheduler.current.now
 
 
+def _in_ours(fake: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: (fake if threading.get_ident() in _OURS else real)(*args)
+
+
 THREADING = _Module(
     threading,
     Lock=_Lock,
@@ -401,9 +411,13 @@ THREADING = _Module(
     Condition=_Condition,
     Event=_Event,
     Thread=_Thread,
-    current_thread=lambda: Scheduler.current.running.thread,
+    current_thread=_in_ours(lambda: Scheduler.current.running.thread, threading.current_thread),
 )
-TIME = _Module(time, monotonic=_monotonic, sleep=lambda seconds: Scheduler.current.sleep(seconds))
+TIME = _Module(
+    time,
+    monotonic=_in_ours(_monotonic, time.monotonic),
+    sleep=_in_ours(lambda seconds: Scheduler.current.sleep(seconds), time.sleep),
+)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.selection import at_night
+from tests.harness import at_night
 from tests.worlds.programs import LETTERS
 from tests.worlds.reached import Reached
 from tests.worlds.scheduler import THREADING as threads
@@ -17,7 +17,7 @@ from tests.worlds.scheduler import TIME, Scheduler
 from tests.worlds.transports import TRANSPORTS
 from tests.worlds.verdicts import RIGHT, SIZES, judge, kept, ready, sample
 
-SAMPLED = 300
+SAMPLED = 200
 LONGER = ("b1,b1", "!i,!", "iii,iii", "2,1")
 """Programs of more than one letter that reach more than pairs of letters do."""
 UNREACHED = {

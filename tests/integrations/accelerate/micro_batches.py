@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.models import batch, build
+from tests.training import batch, build
 
 COUNTS = 2, 5
 STEPS = 2  # gradient_accumulation_steps

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import Pool
 from tests.integrations.accelerate.training import COUNTS, RANKS, Case, alone, batches_of, objects, state_of
 from tests.integrations.ranks import accelerator, imported, launched
-from tests.models import assert_same
-from tests.pool import Pool
+from tests.training import assert_same
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
 

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from join import JoinError
 from tests.ending import Ending
+from tests.harness import Pool
 from tests.integrations.ranks import accelerator, imported, launched
-from tests.models import assert_same, batch, build
-from tests.pool import Pool
+from tests.training import assert_same, batch, build
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
 

@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from join import JoinError
+from tests.harness import Pool
 from tests.integrations.accelerate.training import COUNTS, RANKS, Case, batches_of, objects, state_of
 from tests.integrations.ranks import accelerator, imported, launched
-from tests.models import assert_same, batch, build
-from tests.pool import Pool
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
+from tests.training import assert_same, batch, build
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
 

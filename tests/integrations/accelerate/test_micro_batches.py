@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from join import JoinError
+from tests.harness import Pool
 from tests.integrations.accelerate.micro_batches import STEPS, alone, cut, divide
 from tests.integrations.ranks import accelerator, launched
-from tests.models import assert_same, build
-from tests.pool import Pool
+from tests.training import assert_same, build
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
 

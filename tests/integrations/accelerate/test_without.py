@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.harness import Pool
 from tests.integrations.ranks import accelerator, launched
-from tests.models import build
-from tests.pool import Pool
+from tests.training import build
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
 

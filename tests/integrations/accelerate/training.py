@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.models import batch, build, flat_state
-from tests.training import whole
+from tests.training import batch, build, flat_state, whole
 
 RANKS = 2
 COUNTS = ((5, 2), (0, 3), (4, 1))  # by epoch and rank

@@ -16,6 +16,7 @@ from torch import nn
 from joinables.integrations.lightning import JoinStrategy
 from joinables.integrations.lightning.names import LOOPS
 from tests.ending import Ending
+from tests.harness import assert_soon
 from tests.integrations.lightning.training import (
     FEATURES,
     Case,
@@ -30,7 +31,6 @@ from tests.integrations.lightning.training import (
     quiet,
     trainer_of,
 )
-from tests.selection import assert_soon
 from tests.sync_norm import sync_batch_norm_on_cpu
 
 COUNTS = [(4, 2), (0, 3)]

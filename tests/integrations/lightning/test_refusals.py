@@ -17,8 +17,8 @@ from join import JoinError
 from joinables.integrations.lightning import JoinStrategy
 from joinables.integrations.lightning.names import check_version
 from tests.ending import Ending, assert_blamed, say
+from tests.harness import assert_soon
 from tests.integrations.lightning.training import Case, Counting, Module, Stream, loader_of, quiet, trainer_of
-from tests.selection import assert_soon
 
 
 class Broken(Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.models import batch, build
+from tests.training import batch, build
 
 COUNTS = ((3, 1), (0, 2))  # by epoch and rank
 

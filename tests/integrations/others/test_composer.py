@@ -17,7 +17,7 @@ from join import Join
 from tests.ending import Ending
 from tests.integrations.others.one_process import COUNTS, alone
 from tests.integrations.ranks import imported
-from tests.models import assert_same, batch, build
+from tests.training import assert_same, batch, build
 
 pytest.importorskip("composer", reason="Composer is not installed, which no release for this library's torch allows")
 

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from tests.docs import names
 from tests.examples import examples_of
+from tests.harness import Pool
 from tests.integrations.others.one_process import COUNTS, alone
 from tests.integrations.ranks import imported
-from tests.models import assert_same, batch, build
-from tests.pool import Pool
+from tests.training import assert_same, batch, build
 
 pytest.importorskip("ignite", reason="Ignite is not installed: pip install pytorch-ignite")
 

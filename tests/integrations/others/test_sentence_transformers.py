@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import Pool
 from tests.integrations.ranks import imported, launched
-from tests.models import assert_same
-from tests.pool import Pool
+from tests.training import assert_same
 
 pytest.importorskip("sentence_transformers", reason="It is not installed: pip install sentence-transformers")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from join import JoinError
+from tests.harness import Pool
 from tests.integrations.ranks import imported, launched
 from tests.integrations.transformers.training import logged, parameters
-from tests.models import assert_same
-from tests.pool import Pool
+from tests.training import assert_same
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
 

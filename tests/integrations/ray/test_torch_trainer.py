@@ -19,8 +19,7 @@ from tests.integrations.ray.page import TRAINED
 from tests.integrations.ray.training import CASES, WORKERS
 from tests.integrations.samples import Trained, alone, assert_as_one_process
 from tests.joinables.trainer.elastic import WORK, assert_exact
-from tests.models import assert_same
-from tests.training import reference, tolerance_of
+from tests.training import assert_same, reference, tolerance_of
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'joinables[ray]'")
 

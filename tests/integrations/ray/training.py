@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from tests import training
-from tests.cases import Case, Data, Loop, Model, Optimizer, Shards, Step
 from tests.integrations.ranks import imported
 from tests.joinables.trainer.elastic import WORK, Kill
+from tests.training import Case, Data, Loop, Model, Optimizer, Shards, Step
 
 WORKERS = 2
 NONE = (4, 0), (3, 0)  # batches by epoch and rank: one has no data at all

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from joinables.modules import replaced
+from tests.harness import Pool
 from tests.integrations.ranks import launched
 from tests.integrations.transformers.lm import (
     RANKS,
@@ -24,8 +25,7 @@ from tests.integrations.transformers.lm import (
 )
 from tests.integrations.transformers.training import STEPS, logged, parameters, trainer_of
 from tests.integrations.transformers.versions import COUNTS_TOKENS_IN_ITS_LOOP, PRECISION
-from tests.models import assert_same
-from tests.pool import Pool
+from tests.training import assert_same
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[transformers]")

@@ -11,11 +11,11 @@ import torch
 
 from join import JoinError
 from tests.ending import Ending
+from tests.harness import Pool
 from tests.integrations.ranks import launched
 from tests.integrations.transformers.lm import RANKS, ROWS, Stream, alone, llama, points, regression, sentences
 from tests.integrations.transformers.training import STEPS, TO_EVALUATE, parameters, trainer_of
-from tests.models import assert_same
-from tests.pool import Pool
+from tests.training import assert_same
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[transformers]")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import Pool
 from tests.integrations.ranks import launched
 from tests.integrations.transformers.lm import COUNTS, RANKS, ROWS, WORDS, Stream, alone
 from tests.integrations.transformers.training import STEPS, logged, trainer_of
 from tests.integrations.transformers.versions import PRECISION
-from tests.pool import Pool
 
 pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[transformers]")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from tests.harness import Pool
 from tests.integrations.ranks import launched
 from tests.integrations.transformers.lm import (
     COUNTS,
@@ -23,8 +24,7 @@ from tests.integrations.transformers.lm import (
     sentences,
 )
 from tests.integrations.transformers.training import TO_EVALUATE, parameters, trainer_of
-from tests.models import assert_same
-from tests.pool import Pool
+from tests.training import assert_same
 
 pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[transformers]")

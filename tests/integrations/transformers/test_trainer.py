@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from tests.ending import Ending, assert_blamed
+from tests.harness import Pool
 from tests.integrations.ranks import launched, shard
 from tests.integrations.transformers.lm import (
     RANKS,
@@ -25,8 +26,7 @@ from tests.integrations.transformers.lm import (
 )
 from tests.integrations.transformers.training import STEPS, TO_EVALUATE, logged, parameters, trainer_of
 from tests.integrations.transformers.versions import PRECISION
-from tests.models import assert_same
-from tests.pool import Pool
+from tests.training import assert_same
 
 pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[transformers]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +16,8 @@ from join.collectives.board import Board, Note, Progress, StoreBoard
 from join.collectives.shared_memory import Segment, SharedBoard
 from join.failure.guard import Peers
 from join.failure.watch import Watch
+from tests.harness import Pool, assert_soon, in_quiet
 from tests.join.counter import Counting
-from tests.pool import Pool
-from tests.selection import assert_soon, in_quiet
 from tests.shorter import using
 
 RANKS = 3
@@ -157,13 +157,15 @@ def test_foreign_texts_are_printable() -> None:
 
 
 class Stuck:
-    """What a store is on a network that has gone: it answers nobody."""
+    """What a store is on a network that has gone: it answers nobody until a test ends."""
+
+    times_out = threading.Event()
 
     def clone(self) -> Stuck:
         return self
 
     def check(self, keys: list[str]) -> bool:
-        time.sleep(20)
+        self.times_out.wait()
         raise dist.DistNetworkError("timed out")
 
     def set(self, key: str, value: str) -> None:
@@ -183,7 +185,20 @@ class Unreachable(SingleCollective):
         return StoreBoard(0, 2, store)
 
 
+@pytest.fixture
+def no_thread_stays() -> Iterator[None]:
+    """Or it would wake up in the middle of another test."""
+    Stuck.times_out.clear()
+    before = threading.enumerate()
+    yield
+    Stuck.times_out.set()
+    for thread in set(threading.enumerate()) - set(before):
+        thread.join(30)
+        assert not thread.is_alive()
+
+
 @in_quiet
+@pytest.mark.usefixtures("no_thread_stays")
 def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
     with using(note=0.3, cause=0.3):
         started = time.monotonic()
@@ -197,6 +212,7 @@ def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
         assert_soon(time.monotonic() - started, 5)
 
 
+@pytest.mark.usefixtures("no_thread_stays")
 def test_a_store_that_does_not_answer_blocks_no_other_board() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
     stuck, answered = Watch(Unreachable().board), Watch(lambda: StoreBoard(0, 2, store))
@@ -205,6 +221,7 @@ def test_a_store_that_does_not_answer_blocks_no_other_board() -> None:
     assert not stuck.refresh(0.1)
     assert answered.refresh(10.0)
     answered.end()
+    stuck.end()
 
 
 def test_a_watch_whose_store_is_gone_ends() -> None:

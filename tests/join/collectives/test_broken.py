@@ -14,7 +14,7 @@ from join import Join, JoinError
 from join.collectives.broken import is_broken
 from tests.ending import Ending, assert_blamed
 from tests.meeting import tell, wait_for
-from tests.models import batch, build
+from tests.training import batch, build
 
 
 def reduced(group: dist.ProcessGroup) -> list[tuple[bool, str]]:

@@ -24,9 +24,9 @@ from join.collectives.base import GroupLine
 from join.collectives.broken import BrokenCollective
 from join.collectives.shared_memory import SharedMemoryLine
 from tests.ending import Ending
+from tests.harness import Pool
 from tests.join.counter import Counter
 from tests.meeting import tell, wait_for
-from tests.pool import Pool
 
 RANKS = 3
 

@@ -12,8 +12,8 @@ from typing import cast
 import pytest
 
 from tests.ending import End, Ending, Running
+from tests.harness import all_or_each, assert_soon, in_quiet
 from tests.join.failure.cells import FAILS, HOWS, MODES, OWN, Cell, exists, fit, main
-from tests.selection import all_or_some, assert_soon, in_quiet
 
 SECONDS = 10.0  # that the others may take
 AT_ONCE = 3
@@ -45,7 +45,7 @@ def start(ending: Ending, cell: Cell) -> Running:
 
 
 @in_quiet
-@pytest.mark.parametrize("cell", all_or_some(CELLS, Cell._asdict), ids=str)
+@pytest.mark.parametrize("cell", all_or_each(CELLS, Cell._asdict, together=2), ids=str)
 def test_end(request: pytest.FixtureRequest, ending: Ending, started: dict[Cell, Running], cell: Cell) -> None:
     """The cells of the next tests are started with this one: most of what they do is to wait."""
     coming = [

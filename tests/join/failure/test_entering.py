@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, Joinable, PeerError
 from join.collectives import collective_of
 from tests.ending import Ending
+from tests.harness import all_or_each
 from tests.join.counter import Counter
 from tests.meeting import tell, wait_for
-from tests.selection import all_or_each
 from tests.shorter import using
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from join import Join
 from tests.ending import Ending
-from tests.models import TOLERANCE, batch, build, mlp_in_one_process
-from tests.selection import all_or_each
+from tests.harness import all_or_each
+from tests.training import TOLERANCE, batch, build, mlp_in_one_process
 
 COUNTS, FORKS = (4, 3, 0), 1  # batches by rank, and which rank forks
 

@@ -13,7 +13,7 @@ from join import JoinTimeoutError
 from tests import hangs
 from tests.ending import Ending, Running
 from tests.explained import ends_once_explained
-from tests.models import build
+from tests.training import build
 
 AT_THE_END = r"waits for the others at the end of the block \(hangs\.py:\d+, in \w+\)"
 HANGS: dict[Callable[..., None], str] = {

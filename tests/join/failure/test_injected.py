@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from docs.interrupted import DATA, PAGE, page
 from join import Join
 from tests.ending import End, Ending, Running
-from tests.models import batch, build
-from tests.selection import NIGHT, in_test_all
+from tests.harness import NIGHT, in_test_all
+from tests.training import batch, build
 
 ROOT = Path(__file__).parent.parent.parent.parent
 SAMPLE = 2  # lines of each door, transport and way

@@ -18,12 +18,10 @@ from join import Join, JoinError
 from join.collectives import collective_of
 from join.collectives._torch_private import timeout_of
 from tests.ending import Ending
+from tests.harness import Pool, all_or_each
 from tests.join.counter import group_works
-from tests.models import MLP, TARGETS, Norm, batch, build
-from tests.pool import Pool
-from tests.selection import all_or_each
 from tests.shorter import using
-from tests.training import mesh_of
+from tests.training import MLP, TARGETS, Norm, batch, build, mesh_of
 
 RANKS = 3
 

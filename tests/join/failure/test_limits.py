@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from tests.ending import End, Ending
-from tests.models import TOLERANCE, batch, build, mlp_in_one_process
-from tests.selection import in_test_all
+from tests.harness import in_test_all
+from tests.training import TOLERANCE, batch, build, mlp_in_one_process
 
 COUNTS, LACKS = (3, 2, 0), 1  # batches by rank, and which rank lacks something
 

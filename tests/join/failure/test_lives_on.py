@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError, PeerError
 from tests.ending import Ending
-from tests.models import batch, build
+from tests.training import batch, build
 
 RANKS = 3
 COUNTS = 5, 5, 1

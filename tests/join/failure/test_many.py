@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, PeerError
 from join.collectives import ThreadCollective, run_threads
 from tests.ending import Ending, say
+from tests.harness import assert_soon, at_night, in_quiet
 from tests.join.counter import Counter
-from tests.models import batch, build
-from tests.selection import assert_soon, at_night, in_quiet
+from tests.training import batch, build
 
 THREADS, PROCESSES = 64, 32
 FAILS, AT = 5, 3

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from join.collectives import torch as of_torch
 from join.collectives._torch_private import store_of
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import ALL, Pool
+from tests.training import batch, build
 
 
 class Counted:
@@ -62,7 +62,7 @@ def in_blocks(rank: int, blocks: int, slowly: bool) -> None:
 
 @pytest.mark.parametrize("over_group", [False, True])
 def test_nothing_stays_of_blocks(pool: Pool, over_group: bool) -> None:
-    pool.run(in_blocks, 200 if over_group else 20, False, ranks=2, over_group=over_group)
+    pool.run(in_blocks, (200 if ALL else 50) if over_group else 20, False, ranks=2, over_group=over_group)
 
 
 def test_no_block_waits_for_a_slow_store(pool: Pool) -> None:

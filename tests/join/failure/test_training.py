@@ -28,12 +28,10 @@ from join.collectives import collective_of
 from join.protocol.messages import Messages
 from joinables import State
 from tests.ending import Ending, assert_blamed
+from tests.harness import Pool, all_or_each, assert_soon, in_quiet
 from tests.join.counter import Counter, group_works
 from tests.meeting import tell, wait_for
-from tests.models import OPTIMIZERS, batch, build
-from tests.pool import Pool
-from tests.selection import all_or_some, assert_soon, in_quiet
-from tests.training import shard
+from tests.training import Optimizer, batch, build, optimizer_of, shard
 from tests.versions import needs_gloo_with_limits
 
 RANKS = 3
@@ -79,12 +77,7 @@ class Raising(NamedTuple):
 
 def raising(rank: int, where: str, model: str, zero: bool, initial: bool) -> tuple[str, float]:
     ddp = DistributedDataParallel(Fragile(model))
-    cls, options = OPTIMIZERS["adam"]
-    optimizer: Any = cls(ddp.parameters(), **options)
-    if zero:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
+    optimizer = optimizer_of(Optimizer(zero=zero), ddp)
     outcome, failed_at = "fine", 0.0
     try:
         with Join([ddp, optimizer], divide_by_initial_world_size=initial):
@@ -115,7 +108,7 @@ PLACES = ("loading", "forward", "loss", "end")
 RAISING = [Raising(*each) for each in product(PLACES, ("mlp", "norm"), (False, True), (True, False), (False, True))]
 
 
-@pytest.mark.parametrize("case", all_or_some(RAISING, Raising._asdict), ids=str)
+@pytest.mark.parametrize("case", all_or_each(RAISING, Raising._asdict, together=2), ids=str)
 def test_a_rank_that_raises(ending: Ending, case: Raising) -> None:
     *how, over_group = case
     results = ending.run(raising, *how, over_group=over_group)

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, JoinError, ProtocolError
 from join.collectives import collective_of
 from joinables import Mean, steps
+from tests.harness import Pool
 from tests.join.counter import Counter
-from tests.pool import Pool
 
 COUNTS = 3, 0, 2
 NAN = float("nan")

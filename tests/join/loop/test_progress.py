@@ -16,10 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
 from tests.ending import Ending
-from tests.models import batch, build
-from tests.pool import Pool
-from tests.selection import at_night
-from tests.training import shard
+from tests.harness import Pool, at_night
+from tests.training import batch, build, shard
 
 Data = tuple[torch.Tensor, torch.Tensor]
 COUNTS = 5, 7, 2

@@ -12,9 +12,8 @@ import torch
 from join import Join, JoinError
 from join.collectives import ThreadCollective, collective_of, run_threads
 from tests.ending import Ending
+from tests.harness import Pool, in_test_all
 from tests.join.counter import Counter
-from tests.pool import Pool
-from tests.selection import in_test_all
 
 SIZES = 7, 3, 0
 

@@ -28,12 +28,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from join import Join, JoinError
 from tests.ending import Ending
+from tests.harness import Pool, first_and_last, in_test_all
 from tests.joinables.ddp.nets import RANKS, Data, Nets, compute_all, loss, plain, streams
 from tests.joinables.summer import Summer
-from tests.models import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
-from tests.pool import Pool
-from tests.selection import first_and_last
 from tests.shorter import using
+from tests.training import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.versions import all_gather_single
 
 COUNTS = first_and_last(((0, 3, 1), (2, 0, 4), (3, 1, 0)))
@@ -535,14 +534,14 @@ def workers_allowed() -> Iterator[None]:
         yield
 
 
-def loaded(rank: int) -> tuple[dict[str, torch.Tensor], list[int], bool | None]:
+def loaded(rank: int, workers: int) -> tuple[dict[str, torch.Tensor], list[int], bool | None]:
     torch.manual_seed(0)
     ddp, summer = DistributedDataParallel(MLP()), Summer()
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
     totals = []
     for counts in COUNTS:
-        workers = int(counts is COUNTS[-1])  # in one epoch; to end them takes torch seconds
-        loader = DataLoader(Samples(rank, counts[rank]), batch_size=2, num_workers=workers)
+        in_epoch = workers * (counts is COUNTS[-1])  # in one epoch; to end them takes torch seconds
+        loader = DataLoader(Samples(rank, counts[rank]), batch_size=2, num_workers=in_epoch)
         block = Join([summer, ddp, optimizer], divide_by_initial_world_size=False)
         with workers_allowed(), block as join:
             for x, y in join.iterate(loader, weigh=len_of_first):
@@ -554,7 +553,8 @@ def loaded(rank: int) -> tuple[dict[str, torch.Tensor], list[int], bool | None]:
     return flat_state(ddp.module.state_dict(), optimizer.state_dict()), totals, summer.last
 
 
-def test_a_data_loader_and_a_joinable_of_others(pool: Pool) -> None:
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=in_test_all)])
+def test_a_data_loader_and_a_joinable_of_others(pool: Pool, workers: int) -> None:
     torch.manual_seed(0)
     net = MLP()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
@@ -566,7 +566,7 @@ def test_a_data_loader_and_a_joinable_of_others(pool: Pool) -> None:
             optimizer.zero_grad()
             loss(net(x), y).backward()
             optimizer.step()
-    for rank, (state, totals, last) in enumerate(pool.run(loaded, ranks=RANKS)):
+    for rank, (state, totals, last) in enumerate(pool.run(loaded, workers, ranks=RANKS)):
         assert_same(state, flat_state(net.state_dict(), optimizer.state_dict()), TOLERANCE)
         # Every rank is in the body of every step.
         assert totals == [RANKS * steps for steps in accumulate(map(max, COUNTS))]

@@ -86,3 +86,15 @@ def test_two_messages_that_are_no_headers_do_not_belong_together() -> None:
 
     errors = run_threads(2, run)
     assert all("of join.iterate; rank 1 entered Join" in text for text in errors), errors
+
+
+def test_ranks_that_compare_different_things_are_in_different_places() -> None:
+    """Both await their message, and so both come to the rows."""
+
+    def run(collective: ThreadCollective) -> str:
+        with pytest.raises(JoinError) as caught, Join([Leading(collective, "any")]) as join:
+            messages = join.channel.messages
+            messages.check(messages.start("compared" if collective.rank else "counted"))
+        return str(caught.value)
+
+    assert all("[J810]" in text for text in run_threads(2, run))

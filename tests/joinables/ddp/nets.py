@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.models import batch
+from tests.training import batch
 
 Nets = dict[str, Any]
 Data = list[tuple[torch.Tensor, torch.Tensor]]

@@ -19,9 +19,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from join import Join
 from tests.ending import Ending
-from tests.models import TOLERANCE, assert_same, batch, build, flat_state, learn_graph
-from tests.pool import Pool
-from tests.training import mesh_of
+from tests.harness import Pool
+from tests.training import TOLERANCE, assert_same, batch, build, flat_state, learn_graph, mesh_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "support.md"
 COUNTS = 2, 5, 0

@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, JoinError
 from join.collectives import collective_of
 from tests.ending import Ending
+from tests.harness import Pool, all_or_each
 from tests.join.counter import Counter
-from tests.models import assert_same, batch, flat_state
-from tests.pool import Pool
-from tests.selection import all_or_each
+from tests.training import assert_same, batch, flat_state
 
 COUNTS = (2, 5, 0)
 

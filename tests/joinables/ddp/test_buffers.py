@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, PeerError, ProtocolError
 from joinables import LossGate
 from tests.ending import Ending
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, build
 from tests.versions import OWN_BUFFERS
 
 COUNTS = (0, 2, 1), (2, 1, 0)

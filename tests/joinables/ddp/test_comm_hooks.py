@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from join import Join
-from tests.models import OPTIMIZERS, TOLERANCE, assert_same, batch, build, flat_state
-from tests.pool import Pool
-from tests.selection import first_and_last
+from tests.harness import Pool, all_or_each, first_and_last
+from tests.training import TOLERANCE, Optimizer, assert_same, batch, build, flat_state, optimizer_of
 
 COUNTS = first_and_last(((0, 3, 1), (2, 0, 4), (3, 1, 0)))
 RANKS = 3
@@ -57,13 +57,8 @@ def check_ways(pool: Pool, train: Any, hook: str, more: Any, padded: dict[str, t
 def train(rank: int, hook: str, way: str, zero: bool) -> dict[str, torch.Tensor]:
     ddp = DistributedDataParallel(build("mlp"))
     register(ddp, hook)
-    cls, options = OPTIMIZERS["adam"]
-    optimizer: Any = cls(ddp.parameters(), **options)
     padded = way == "padded"
-    if zero and not padded:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
+    optimizer = optimizer_of(Optimizer(zero=zero and not padded), ddp)
     for epoch, counts in enumerate(COUNTS):
         join = Join([ddp, optimizer])
         with nullcontext() if padded else join:
@@ -76,8 +71,10 @@ def train(rank: int, hook: str, way: str, zero: bool) -> dict[str, torch.Tensor]
     return flat_state(ddp.module.state_dict())
 
 
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("hook", ["none", "allreduce", "fp16", "builtin fp16", "powersgd"])
+HOOKS = ["none", "allreduce", "fp16", "builtin fp16", "powersgd"]
+
+
+@pytest.mark.parametrize(("hook", "zero"), all_or_each(product(HOOKS, [True, False])))
 def test_comm_hook_equals_padded_ddp(pool: Pool, hook: str, zero: bool) -> None:
     padded = pool.run(train, hook, "padded", False, ranks=RANKS)
     check_ways(pool, train, hook, zero, padded[0], TOLERANCE)
@@ -123,8 +120,7 @@ def train_weighted(rank: int, hook: str, way: str, accumulation: int) -> dict[st
     return flat_state(ddp.module.state_dict())
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("hook", ["none", "allreduce", "fp16", "builtin fp16", "powersgd"])
+@pytest.mark.parametrize(("hook", "accumulation"), all_or_each(product(HOOKS, [2, 1])))
 def test_weights_under_a_comm_hook_equal_padded_ddp(pool: Pool, hook: str, accumulation: int) -> None:
     """Which is given parts of the weighted mean: they stay in the range of float16, and errors in their units."""
     padded = pool.run(train_weighted, hook, "padded", accumulation, ranks=RANKS)

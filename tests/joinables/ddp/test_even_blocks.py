@@ -12,10 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, ProtocolError
-from tests.cases import Model, Shards
-from tests.models import assert_same, batch, build, flat_state
-from tests.pool import Pool
-from tests.training import shard, whole
+from tests.harness import Pool
+from tests.training import Model, Shards, assert_same, batch, build, flat_state, shard, whole
 
 
 def train_locally(rank: int, model: str, counts: tuple[int, ...]) -> tuple[bool, Any, Any]:

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Step, shorter
-from tests.pool import Pool
-from tests.selection import Parts, all_or_each, all_or_some, parts_in
-from tests.training import check
+from tests.harness import Parts, Pool, all_or_each, parts_in
+from tests.training import DDP, Case, Data, Loop, Model, Optimizer, Step, check, shorter
 
 CASES = {
     "sgd with momentum": Case(optimizer=Optimizer("sgd")),
@@ -215,7 +213,7 @@ def parts_of(row: Row) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("row", all_or_some(ROWS, parts_of), ids=str)
+@pytest.mark.parametrize("row", all_or_each(ROWS, parts_of, together=2), ids=str)
 def test_equals_one_process_in_another_way(pool: Pool, row: Row) -> None:
     check(pool, shorter(row.case), over_group=row.over_group)
 

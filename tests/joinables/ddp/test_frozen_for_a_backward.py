@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from joinables import LossGate
 from tests.ending import Ending
-from tests.models import FEATURES, TOLERANCE, batch, learn_graph
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import FEATURES, TOLERANCE, batch, learn_graph
 
 EPOCHS = ((3, 1), (0, 2))
 

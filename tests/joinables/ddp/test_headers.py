@@ -6,8 +6,8 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
-from tests.models import batch, build
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import batch, build
 
 COUNTS = (3, 1, 0)
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
 from tests.ending import Ending
-from tests.pool import Pool
+from tests.harness import Pool
 from tests.versions import OWN_BUFFERS
 
 

@@ -19,10 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
+from tests.harness import Pool, all_or_each, first_and_last
 from tests.joinables.ddp.nets import RANKS, Compute, Data, Nets, Scale, compute_all, loss, plain, streams
-from tests.models import MLP, TOLERANCE, Norm, assert_same, flat_state
-from tests.pool import Pool
-from tests.selection import all_or_some, first_and_last
+from tests.training import MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.versions import OWN_BUFFERS
 
 
@@ -264,6 +263,8 @@ ROWS = [
 CHAIN = Row("encoder and decoder", "block", weighted=False)  # the only case with another header before the end
 
 
-@pytest.mark.parametrize(("name", "way", "weighted"), dict.fromkeys([*all_or_some(ROWS, Row._asdict), CHAIN]))
+@pytest.mark.parametrize(
+    ("name", "way", "weighted"), dict.fromkeys([*all_or_each(ROWS, Row._asdict, together=2), CHAIN])
+)
 def test_program_equals_one_process(pool: Pool, name: str, way: str, weighted: bool) -> None:
     check(pool, name, None if way == "block" else way, weighted=weighted)

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
-from tests.models import assert_same
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import assert_same
 
 COUNTS = 0, 3, 2
 CLASSES = 6  # two for each rank, if a head is spread over ranks

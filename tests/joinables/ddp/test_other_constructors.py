@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from joinables.ddp import joinables_of_ddp
-from tests.pool import Pool
+from tests.harness import Pool
 
 
 def under_another_constructor(rank: int) -> float:

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, Joinable, JoinHook
 from joinables.ddp.reduction import GradientSync
-from tests.models import TOLERANCE, batch, build, mlp_in_one_process
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import TOLERANCE, batch, build, mlp_in_one_process
 
 COUNTS = (1, 4, 3)
 

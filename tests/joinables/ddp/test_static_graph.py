@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from join import Join, JoinError
 from tests.ending import Ending
-from tests.models import TOLERANCE, batch, build, learn_graph
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import TOLERANCE, batch, build, learn_graph
 
 COUNTS = 3, 1, 0
 

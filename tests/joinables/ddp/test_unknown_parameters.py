@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from tests.ending import Ending
-from tests.models import TOLERANCE, batch
-from tests.pool import Pool
+from tests.harness import Pool
+from tests.training import TOLERANCE, batch
 
 COUNTS = 3, 1, 0
 

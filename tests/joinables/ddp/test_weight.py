@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
 from tests.ending import Ending
-from tests.models import TOLERANCE, assert_same, batch, build, flat_state
-from tests.pool import Pool
-from tests.selection import all_or_each
+from tests.harness import Pool, all_or_each
+from tests.training import TOLERANCE, assert_same, batch, build, flat_state
 
 
 def outcome(rank: int, weights: tuple[tuple[Any, ...], ...], kept: bool = False, initial: bool = True) -> str:

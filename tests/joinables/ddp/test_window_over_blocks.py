@@ -10,9 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
 from tests.ending import Ending
-from tests.models import TOLERANCE, assert_same, batch, build
-from tests.pool import Pool
-from tests.selection import all_or_each
+from tests.harness import Pool, all_or_each
+from tests.training import TOLERANCE, assert_same, batch, build
 
 COUNTS = ((1, 1, 0), (1, 1, 0))
 KINDS = ["all ranks", "contributors", "weights", "weights, after a reduction", "weights, on a result"]

@@ -24,11 +24,9 @@ from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.registry import joinables_of
 from joinables.metrics import MetricAtEnd
 from joinables.state import ModuleState
+from tests.harness import Pool, all_or_each
 from tests.join.counter import Counter
-from tests.models import batch, build
-from tests.pool import Pool
-from tests.selection import all_or_some
-from tests.training import shard
+from tests.training import batch, build, shard
 
 # torchmetrics knows nothing of what other ranks have seen: as after its own synchronisation.
 ranks_without_updates = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
@@ -117,7 +115,7 @@ def alone() -> Iterator[dict[str, float]]:
 ROWS = product(("ddp", "sharded"), ("plain", "lockstep"))
 
 
-@pytest.mark.parametrize(("kind", "way"), all_or_some(ROWS, together=1))
+@pytest.mark.parametrize(("kind", "way"), all_or_each(ROWS, together=1))
 def test_values_are_those_of_one_process(pool: Pool, kind: str, way: str) -> None:
     expected = list(alone())
     for results in pool.run(distributed, kind, way, ranks=3):

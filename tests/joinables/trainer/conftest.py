@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from joinables.trainer import Launcher, strategy
-from tests.selection import NIGHT
+from tests.harness import NIGHT
 
 
 class FromServer(Launcher):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from join import Join
 from joinables.trainer import Callback, ModelCheckpoint, Trainer, UnevenDistributedSampler
 from tests.joinables.trainer.modules import Classifier, dataset
-from tests.models import TOLERANCE, assert_same, flat_state
+from tests.training import TOLERANCE, assert_same, flat_state
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 50, 12, 2  # in the last step of an epoch rank 0 has 2 samples, and the others none
 STEPS = EPOCHS * -(-SAMPLES // GLOBAL_BATCH)

@@ -26,8 +26,8 @@ import torch
 
 from joinables.trainer import EarlyStopping, ModelCheckpoint, Trainer
 from joinables.trainer.checkpoint import _SEAL, read_checkpoint, write_checkpoint
+from tests.harness import at_night
 from tests.joinables.trainer.modules import Classifier, loader
-from tests.selection import at_night
 
 FORKS = multiprocessing.get_context("forkserver")
 

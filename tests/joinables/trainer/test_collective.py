@@ -17,10 +17,10 @@ from join.collectives import Collective, ReduceOp, TorchCollective, Work, collec
 from join.joinable import OnGroup
 from joinables.trainer import DDPStrategy, Strategy, Trainer
 from tests.examples import examples_of
+from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
+from tests.training import TOLERANCE, assert_same, flat_state
 
 OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 

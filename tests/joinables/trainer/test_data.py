@@ -28,10 +28,10 @@ from torch.utils.data import (
 from join.collectives import collective_of, run_threads
 from joinables.trainer import Trainer, UnevenDistributedSampler, data, rng
 from joinables.trainer.data import Plan, distribute, set_epoch, share
+from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
+from tests.training import TOLERANCE, assert_same, flat_state
 
 np: Any = pytest.importorskip("numpy")
 

@@ -11,11 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from join import PeerError
 from joinables.trainer import Callback, ModelCheckpoint
+from tests.harness import Pool, all_or_each
 from tests.joinables.trainer.modules import Classifier, dataset
 from tests.joinables.trainer.ranks import trainer
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
-from tests.selection import all_or_each
+from tests.training import TOLERANCE, assert_same, flat_state
 
 GLOBAL_BATCH = 12
 SAMPLES = 50

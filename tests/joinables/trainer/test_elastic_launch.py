@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.ending import Ending
+from tests.harness import NIGHT, at_night, in_test_all
 from tests.joinables.trainer.elastic import STEPS, WORK, Kill, assert_exact
-from tests.selection import NIGHT, at_night, in_test_all
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -15,11 +15,10 @@ from join import PeerError
 from joinables.loss_gate import LossGate
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from tests.ending import Ending
+from tests.harness import Pool, all_or_each
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
-from tests.selection import all_or_each
+from tests.training import TOLERANCE, assert_same, flat_state
 
 SIZE = 12
 
@@ -83,16 +82,18 @@ def plays(rank: int, freezes_in: str, samples: int, ranks: int, shard: bool, fol
 
 @pytest.mark.parametrize(
     ("freezes_in", "samples", "shard"),
-    [
-        ("step", 48, False),
-        ("step", 50, True),
-        ("step", 5, False),
-        ("init", 50, False),
-        ("init", 5, True),
-        ("optimizers", 50, False),
-        ("start", 48, True),
-        ("epoch", 5, False),
-    ],
+    all_or_each(
+        [
+            ("step", 48, False),
+            ("step", 50, True),
+            ("step", 5, False),
+            ("init", 50, False),
+            ("init", 5, True),
+            ("optimizers", 50, False),
+            ("start", 48, True),
+            ("epoch", 5, False),
+        ]
+    ),
 )
 def test_a_part_stays_frozen_after_the_step(
     pool: Pool, freezes_in: str, samples: int, shard: bool, tmp_path: Path
@@ -143,8 +144,8 @@ def test_a_change_between_epochs(pool: Pool, kind: str, samples: int) -> None:
             assert_same(state, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("samples", [48, 50, 18])  # with 18, one rank has no data when the step changes the module
-@pytest.mark.parametrize("kind", ["freezes", "unfreezes"])
+# With 18, one rank has no data when the step changes the module.
+@pytest.mark.parametrize(("kind", "samples"), all_or_each(product(["freezes", "unfreezes"], [18, 48, 50])))
 def test_a_change_within_an_epoch(pool: Pool, kind: str, samples: int) -> None:
     expected = changes(0, kind, (0, 1), samples, 1, {})
     for state in pool.run(changes, kind, (0, 1), samples, 2, {"find_unused_parameters": True}, ranks=2):
@@ -199,10 +200,12 @@ def refuses(rank: int, *args: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("samples", "step"), [(48, 1), (48, 3), (50, 3)])
+CHANGES = [("freezes", r"\(body\.0\.weight, body\.0\.bias\).*J640"), ("unfreezes", "J560"), ("adds", "J560")]
+
+
 @pytest.mark.parametrize(
-    ("kind", "text"),
-    [("freezes", r"\(body\.0\.weight, body\.0\.bias\).*J640"), ("unfreezes", "J560"), ("adds", "J560")],
+    ("kind", "text", "samples", "step"),
+    all_or_each((*change, *at) for change in CHANGES for at in [(48, 1), (48, 3), (50, 3)]),
 )
 def test_a_change_that_the_wrapper_cannot_follow(ending: Ending, kind: str, text: str, samples: int, step: int) -> None:
     for found in ending.run(refuses, kind, (1, step), samples, 2, {}, ranks=2):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from joinables.trainer import Callback, Trainer, TrainModule
+from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
+from tests.training import TOLERANCE, assert_same, flat_state
 
 HOOKS = {name for name in vars(TrainModule) if name.startswith("on_") and "checkpoint" not in name}
 HOOKS |= {"prepare_data", "setup", "teardown", "training_step", "validation_step", "test_step", "predict_step"}

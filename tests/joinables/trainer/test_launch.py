@@ -51,9 +51,9 @@ from joinables.trainer.launch import (
     WorkerRaised,
 )
 from tests.ending import Ending
+from tests.harness import NIGHT, assert_soon, in_quiet, in_test_all
 from tests.joinables.trainer.modules import KillsWhoWritesIt
 from tests.scripts import TORCHRUN, run_forked
-from tests.selection import NIGHT, assert_soon, in_quiet, in_test_all
 from tests.shorter import using
 from tests.versions import remove_temporary_folders
 

@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from joinables.trainer import Callback, EarlyStopping, ModelCheckpoint, Trainer, UnevenDistributedSampler
+from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
+from tests.training import TOLERANCE, assert_same, flat_state
 
 
 class AtEpoch(Callback):

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from joinables.trainer import CSVLogger, ModelCheckpoint, TensorBoardLogger, Trainer
+from tests.harness import Pool, in_test_all
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.pool import Pool
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -136,7 +136,8 @@ def fits(rank: int, folder: Path, counts: tuple[int, ...], ckpt_path: Path | Non
     run.fit(Classifier(), batches, loader(12), ckpt_path=ckpt_path)
 
 
-@pytest.mark.parametrize("counts", [(4, 0), (2, 4)])  # in the second case, rank 1 writes some checkpoints
+# In the second case, rank 1 writes some checkpoints.
+@pytest.mark.parametrize("counts", [pytest.param((4, 0), marks=in_test_all), (2, 4)])
 def test_a_resumed_fit_writes_no_row_twice(pool: Pool, tmp_path: Path, counts: tuple[int, ...]) -> None:
     pool.run(fits, tmp_path, counts, None, ranks=2)
     expected = rows(tmp_path)

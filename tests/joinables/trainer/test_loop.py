@@ -16,12 +16,11 @@ from join import EarlyTerminationError, JoinError, PeerError
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from joinables.trainer.strategy import sharded
 from tests.ending import Ending
+from tests.harness import Parts, Pool, all_or_each, in_test_all, parts_in
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
 from tests.meeting import tell, wait_for
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
-from tests.selection import Parts, all_or_each, parts_in
+from tests.training import TOLERANCE, assert_same, flat_state
 
 GLOBAL_BATCH = 12
 
@@ -220,7 +219,8 @@ def resumed(rank: int, folder: str, samples: int, every: int, fail_at: int | Non
 
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize(
-    ("samples", "every", "fail_at"), [(50, 2, 5), (9, 1, 5)], ids=["all have data", "one has none"]
+    ("samples", "every", "fail_at"),
+    [pytest.param(50, 2, 5, id="all have data", marks=in_test_all), pytest.param(9, 1, 5, id="one has none")],
 )
 def test_resume_in_the_middle_of_an_epoch(
     pool: Pool, tmp_path: Path, shard: bool, samples: int, every: int, fail_at: int

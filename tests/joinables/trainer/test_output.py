@@ -18,9 +18,9 @@ import pytest
 
 from joinables.trainer import Launcher, Trainer, output
 from tests.ending import Ending
+from tests.harness import at_night
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.scripts import ROOT
-from tests.selection import at_night
 
 ALONE: dict[str, Any] = {"ranks": 1, "group": False, "tidies": False}
 

@@ -13,9 +13,9 @@ import torch
 
 from joinables.trainer import Trainer
 from joinables.trainer.progress import is_watched
+from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.pool import Pool
 
 
 class PartLoader:

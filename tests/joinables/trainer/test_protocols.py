@@ -20,9 +20,9 @@ from typing_extensions import override
 from join import Join
 from joinables.trainer import DDPStrategy, FileCheckpointIO, ModelCheckpoint, Trainer
 from tests.ending import Ending, assert_blamed
+from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.pool import Pool
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from joinables.trainer import Callback, NotPicklable, Trainer
+from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.pool import Pool
 
 
 class Gains(Classifier):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from joinables.trainer import rng
+from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
-from tests.pool import Pool
 
 np: Any = pytest.importorskip("numpy")
 

@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from joinables.trainer import TrainModule
 from joinables.trainer.samples import SampleCounter
+from tests.harness import Pool
 from tests.joinables.trainer.modules import FEATURES, dataset
 from tests.joinables.trainer.ranks import trainer
-from tests.models import TOLERANCE, assert_same, flat_state
-from tests.pool import Pool
+from tests.training import TOLERANCE, assert_same, flat_state
 
 
 class Graphs:

@@ -14,9 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from joinables.trainer import Callback, Strategy, Trainer, register_strategy, strategies
+from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import InPlace, trainer
-from tests.pool import Pool
 
 CPU = torch.device("cpu")
 

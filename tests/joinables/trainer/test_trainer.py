@@ -38,10 +38,10 @@ from joinables.trainer import (
 )
 from joinables.trainer.checkpoint import read_checkpoint
 from joinables.trainer.module import check_module
+from tests.harness import NIGHT, in_test_all
 from tests.joinables.trainer.modules import Classifier, dataset, loader
-from tests.models import TOLERANCE, assert_same, flat_state
 from tests.scripts import ROOT
-from tests.selection import NIGHT, in_test_all
+from tests.training import TOLERANCE, assert_same, flat_state
 
 
 @pytest.fixture(autouse=True)

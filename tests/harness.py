@@ -1,11 +1,17 @@
-"""Real processes for distributed tests: a pool of ranks that lives as long as the test session.
+"""How tests run: which of them, and on which ranks. It does not import torch: pytest starts without.
 
-Ranks are forked from multiprocessing's forkserver and reused; every call gets a fresh process group on a file store. A
-call that does not end in time is a hang: its ranks print their stacks, die, and are replaced.
+``make test`` runs some tests and cases, ``make test-all`` (in CI) more, ``make test-night`` all. The environment
+variable ``TESTS`` says so: unset, "all" or "night". Tests that :data:`in_test_all` or :data:`at_night` marks are
+collected there only, unless they are named one by one (``pytest FILE::TEST``).
+
+A :class:`Pool` of ranks lives as long as the test session. Ranks are forked from multiprocessing's forkserver and
+reused; every call gets a fresh process group on a file store. A call that does not end in time is a hang: its ranks
+print their stacks, die, and are replaced.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import gc
 import importlib
@@ -20,11 +26,72 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
+
+import pytest
+
+# -- which tests run --------------------------------------------------------------------------------------------------
+
+NIGHT = os.environ.get("TESTS") == "night"
+ALL = NIGHT or os.environ.get("TESTS") in ("all", "gpu")
+in_test_all, at_night = pytest.mark.in_test_all, pytest.mark.at_night
+in_quiet = pytest.mark.in_quiet
+"""Of tests that :func:`assert_soon`: ``make test-quiet`` runs them one by one, with ``QUIET=1``."""
+T = TypeVar("T")
+Parts = Mapping[str, Hashable]
+Epochs = tuple[tuple[int, ...], ...]
+
+
+def assert_soon(seconds: float, most: float, told: str = "") -> None:
+    """Something took less than so many seconds; only where nothing else runs, and so not beside other tests."""
+    assert seconds < most or not os.environ.get("QUIET"), told
+
+
+def parts_in(row: Any) -> Parts:
+    """The parts of a row: those of a tuple, or the attributes of an object, in which other such objects may be."""
+    if isinstance(row, tuple):
+        return {str(at): str(part) for at, part in enumerate(cast("tuple[Any, ...]", row))}
+    return {
+        f"{name}.{inner}": part
+        for name, value in vars(row).items()
+        for inner, part in (parts_in(value) if dataclasses.is_dataclass(value) else {"": str(value)}).items()
+    }
+
+
+def all_or_each(rows: Iterable[T], parts_of: Callable[[T], Parts] = parts_in, together: int = 0) -> list[T]:
+    """All rows in ``make test-all``; in ``make test`` so few of them that each part still occurs in one.
+
+    Args:
+        rows: what there is.
+        parts_of: what a row is made of, by name.
+        together: 2 if ``make test-all``, too, is to run only so many that each pair of parts which occurs in a row
+            still occurs in one, and 1 if it runs what ``make test`` does; the others run at night.
+    """
+    every = list(rows)
+    together = 0 if NIGHT else together if ALL else 1
+    if not together:
+        return every
+    sets = [set(combinations(sorted(parts_of(row).items(), key=lambda part: part[0]), together)) for row in every]
+    missing = set[tuple[tuple[str, Hashable], ...]]().union(*sets)
+    chosen: set[int] = set()
+    while missing:
+        best = max(range(len(every)), key=lambda at: len(sets[at] & missing))
+        chosen.add(best)
+        missing -= sets[best]
+    return [row for at, row in enumerate(every) if at in chosen]
+
+
+def first_and_last(epochs: Epochs) -> Epochs:
+    """All epochs at night, or those two: state goes from one to the next, and another rank has no data."""
+    return epochs if NIGHT or len(epochs) < 3 else (epochs[0], epochs[-1])
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
 
 SIZE = 4
 

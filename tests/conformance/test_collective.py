@@ -29,6 +29,7 @@ from join.collectives.board import LocalBoard
 from tests.conformance.collective_suite import conforms, fails, operates, times_out
 from tests.conformance.own_collective import OverStore
 from tests.ending import Ending
+from tests.harness import Pool
 from tests.join.counter import Counter
 
 RANKS = 3

@@ -192,7 +192,8 @@ class Channel:
     def agree(self) -> None:
         """Take the lines that carry messages, which the first call for a group sets up on all ranks."""
         self.guard.is_connecting = True
-        self.headers.agree()
+        self.messages.line = line = self.collective.line()
+        self.headers.depth = line.depth
         self.sums = self.collective.line(SUMS)
         """Line for sums between the collectives of a burst: one of these, if the ranks have no line beside them."""
         self.guard.peers.use(self.collective.board())

@@ -361,11 +361,6 @@ class Headers:
         """Replace the roster; called in the same place on all ranks."""
         self.roster, self.foresight = roster, Foresight(roster)
 
-    def agree(self) -> None:
-        """Set up the line that carries messages; called when all ranks enter the group's first block."""
-        self.messages.line = line = self._collective.line()
-        self.depth = line.depth
-
     def make_ready(self) -> None:
         """Check that all ranks entered the block with the same arguments, before anything is sent in it.
 

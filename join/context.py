@@ -533,7 +533,9 @@ class Join:
                 samples of ranks, such as SyncBatchNorm. A function is called with the last batch in each step, and
                 returns the dummy batch. A rank that never had a batch uses the first batch of another rank.
             lookahead: The number of steps that one message announces, rounded up to a multiple of ``window``. Up to
-                ``2 * lookahead - 1`` batches are held besides the current one.
+                ``2 * lookahead - 1`` batches are held besides the current one. With 0, no batch is read ahead, for
+                loaders that reuse the memory of a batch, or that depend on the loop body. Every step then waits for
+                all ranks, and ``window`` and :attr:`is_last_step` are errors.
             weigh: A function that returns the weight of a batch: its number of samples or tokens, or 0 for a batch that
                 must not count. Pass each loss through :meth:`scale`.
             window: The number of steps whose gradients one optimizer step averages; a last window may have fewer.
@@ -568,7 +570,9 @@ class Join:
         options = replace(options, throw=self._throw, over_all_ranks=over_all_ranks)
         if block.is_alone:
             copies = self._collective.world_size
-            options = replace(options, until="all", lookahead=1, fill_window=False, throw=False, copies=copies)
+            options = replace(
+                options, until="all", lookahead=min(options.lookahead, 1), fill_window=False, throw=False, copies=copies
+            )
         loop = Loop(block.channel, loader, options)
         loop.on_begin = partial(self._begin, block)
         return Batches(loop, loader)

@@ -31,6 +31,7 @@ These are the collectives of a loop::
               a rank has started other operations:   the same
               meet
               read the next; roll call r+1 starts    roll call r+1 starts
+              (lookahead=0: only before the wait)    the same
               its steps: batches                     its steps: dummy batches
               first step, or another lowest rank     the same
               with data (then all wait first):
@@ -132,6 +133,11 @@ class Loop(Lockstep, Iterable[T]):
     def is_last_step(self) -> bool:
         """Whether the current step is the last one, on all ranks."""
         is_running = self.is_open and self.channel.place.phase is Phase.RUNNING
+        if is_running and not self._options.lookahead:
+            raise JoinError(
+                "join.is_last_step was read in a loop with lookahead=0, which learns that a step was the last one only"
+                " after it. Pass lookahead=1 to join.iterate, or put the code behind the loop. [J821]"
+            )
         if not is_running or self._rounds.begun < self._rounds.steps:
             return False
         return self.ahead.error is None and self._rounds.is_last(
@@ -183,13 +189,15 @@ class Loop(Lockstep, Iterable[T]):
         rounds = self._rounds
         if rounds.begun == rounds.steps:
             if self.step.number:
+                if not self._options.lookahead:
+                    self._call_next_round(0)
                 rounds.begin_round(f"reached step {self.step.number + 1} of join.iterate")
             if not rounds.steps:
                 if self.ahead.error is not None:
                     raise self.ahead.error
                 self._end()
                 return False
-        if not rounds.begun:
+        if not rounds.begun and self._options.lookahead:
             self._call_next_round(len(self.ahead.held))
         if self._options.throw and rounds.begun >= rounds.fewest:
             self.progress.steps += 1  # as a rank that has left the loop alone must see
@@ -219,7 +227,7 @@ class Loop(Lockstep, Iterable[T]):
     def _next_batch(self) -> Any:
         ahead, rounds = self.ahead, self._rounds
         batch, _, ahead.state = ahead.held.popleft()
-        self.step.may_be_last = may_be_last = ahead.ended and not ahead.held
+        self.step.may_be_last = may_be_last = not (ahead.held or (self._options.lookahead and not ahead.ended))
         # Dummies may follow in this round even if the loader has more batches.
         dummies_follow = rounds.own_batches == rounds.begun < rounds.steps
         if may_be_last or dummies_follow:  # dummies are made of this batch as it was before the loop body
@@ -375,6 +383,8 @@ class Loop(Lockstep, Iterable[T]):
             rounds = self._rounds
             if rounds.begun == rounds.steps:
                 if step.number:
+                    if not self._options.lookahead:  # others may run to the end, which they learn from this
+                        self._call_next_round(0)
                     rounds.begin_round(f"left join.iterate in step {step.number}")
                 if not rounds.steps:  # this step was the last of all ranks, so the loop ends as without a break
                     self._end()

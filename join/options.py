@@ -49,11 +49,18 @@ class Options:
         if self.dummy not in ("empty", "last") and not callable(self.dummy):
             fix = "'empty', 'last', or a function that returns a dummy batch for a batch"
             raise wrong_value("dummy", self.dummy, "a valid value", fix)
-        for name, number in {"lookahead": self.lookahead, "window": 1 if self.window == "all" else self.window}.items():
+        window = 1 if self.window == "all" else self.window
+        for name, number, least in (("lookahead", self.lookahead, 0), ("window", window, 1)):
+            fix = f"an integer of {least} or more"
             if isinstance(number, bool) or not isinstance(number, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise wrong_kind(name, number, "a whole number of steps", "an integer of 1 or more")
-            if number < 1:
-                raise wrong_value(name, number, "a step or more", "an integer of 1 or more")
+                raise wrong_kind(name, number, "a whole number of steps", fix)
+            if number < least:
+                raise wrong_value(name, number, "possible", fix)
+        if not self.lookahead and self.window != 1:
+            raise ValueError(
+                f"window={self.window!r} was passed with lookahead=0, but the weights of a window are added up before"
+                " its first step, so its batches are read ahead. Pass lookahead=1 or window=1. [J820]"
+            )
         if self.weigh is not None and not callable(self.weigh):
             fix = "a function that returns the weight of a batch, such as its number of samples"
             raise wrong_kind("weigh", self.weigh, "a function", fix)

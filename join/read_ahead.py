@@ -1,4 +1,9 @@
-"""Batches that a loop over ``Join.iterate`` has read and not yet yielded: :class:`ReadAhead`."""
+"""Batches that a loop over ``Join.iterate`` has read and not yet yielded: :class:`ReadAhead`.
+
+Some loaders write each batch into the memory of the batch before, which may still be held. So when a batch is read,
+the tensors of the batches that are held are compared with what they were just before: their versions, and for memory
+that other libraries may write to, such as numpy's, some of their elements.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
+import torch
+
 from join.arguments import checked_weight
+from join.batch import tensors_in
 from join.errors import JoinError
+
+_SAMPLED = 64  # elements of a tensor in memory that other libraries may write to
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
@@ -17,6 +27,16 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return len(loader)  # pyright: ignore[reportArgumentType]
     except (TypeError, NotImplementedError):  # a DataLoader raises the error of its data set or sampler
         return None
+
+
+def _contents(tensors: list[torch.Tensor]) -> list[Any]:
+    """Return what changes if something writes to one of these tensors."""
+    contents: list[Any] = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.numel() and not tensor.untyped_storage().resizable():
+            flat = tensor.detach().reshape(-1)
+            contents.append(flat[:: -(-len(flat) // _SAMPLED)].tolist())
+    return contents
 
 
 class ReadAhead:
@@ -50,6 +70,7 @@ class ReadAhead:
         self.held: deque[tuple[Any, float, Any]] = deque()
         """Batches that were read and not yet used, the oldest first; each with its weight, and the state after it of a
         resumable loader."""
+        self._tensors: deque[list[torch.Tensor]] = deque()  # of the batches in ``held``, as they were read
         self._weigh = weigh
         self.error: BaseException | None = None
         """Exception or interrupt of the loader, which is not asked for batches again."""
@@ -73,15 +94,30 @@ class ReadAhead:
                 if self.source is None:
                     self.source = iter(self.loader)
                     self.state = self._copy_state() if self._resumable else None
+                while len(self._tensors) > len(self.held):
+                    self._tensors.popleft()
+                before = [_contents(tensors) for tensors in self._tensors]
                 batch = next(self.source, self)
                 state = self._copy_state() if self._resumable else None
                 if batch is self:  # the default of next(), so the loader has no more batches
                     self.ended, self._state_at_end = True, state
                     return
                 weight = 1.0 if self._weigh is None else checked_weight(self._weigh(batch), "weigh(batch)")
+                self._look_for_reuse(before)
+                self._tensors.append(tensors_in(batch))
                 self.held.append((batch, weight, state))
             except BaseException as error:  # even Ctrl-C, which usually arrives here, so that other ranks get it
                 self.ended, self.error = True, error
+
+    def _look_for_reuse(self, before: list[list[Any]]) -> None:
+        """Raise a ``JoinError`` if the batch that was just read has overwritten a batch that is held."""
+        for (batch, _, _), tensors, contents in zip(self.held, self._tensors, before, strict=True):
+            if _contents(tensors) != contents or list(map(id, tensors_in(batch))) != list(map(id, tensors)):
+                raise JoinError(
+                    f"The {self._name} has overwritten a batch that join.iterate has read ahead and not yet yielded:"
+                    " it hands out the same memory again. Pass join.iterate(..., lookahead=0), or let the loader yield"
+                    " copies. [J822]"
+                )
 
     def loader_state(self) -> Any:
         """Return the loader's state as of the batch that was taken last.

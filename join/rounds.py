@@ -1,13 +1,14 @@
 """Rounds of a loop over ``Join.iterate``: :class:`Rounds`, and its roll calls.
 
-A round is ``lookahead`` steps, rounded up to a multiple of the accumulation window. In one roll call for each round,
-every rank announces how many batches it has and their weights, and how many operations it has started on the group,
-which should be equal (``join.protocol.progress``). :class:`Share` is one step of the answers of all ranks.
+A round is ``lookahead`` steps, at least one, rounded up to a multiple of the accumulation window. In one roll call for
+each round, every rank announces how many batches it has and their weights, and how many operations it has started on
+the group, which should be equal (``join.protocol.progress``). :class:`Share` is one step of the answers of all ranks.
 
-A roll call is a message (``join.protocol.messages``), which is read a round later. For each step it sums the ranks that
-have a batch, whether the lowest rank with data of the last step still has one, and the weights that are whole numbers.
-Rows with the batches and weights of each rank follow only if that does not say everything, on all ranks alike: the
-lowest rank with data changes, a weight is a fraction, or the round is too long for a sum.
+A roll call is a message (``join.protocol.messages``), which is read a round later, or at once with ``lookahead=0``. For
+each step it sums the ranks that have a batch, whether the lowest rank with data of the last step still has one, and the
+weights that are whole numbers. Rows with the batches and weights of each rank follow only if that does not say
+everything, on all ranks alike: the lowest rank with data changes, a weight is a fraction, or the round is too long for
+a sum.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Rounds:
         channel = lockstep.channel
         self._messages, self._tally, self._collective = channel.messages, channel.headers.tally, channel.collective
         self._count = self._collective.world_size.bit_length()
-        self.size = -(-options.lookahead // window) * window
+        self.size = -(-max(options.lookahead, 1) // window) * window
         """Largest number of batches that a rank may have for a round, which are read ahead for it: whole windows."""
         self._fits = bits_of(options, self._collective.world_size) > 0
         self._message: Message  # the last roll call
@@ -226,7 +227,7 @@ def bits_of(options: Options, world_size: int) -> int:
     """Return the bits of a roll call; 0 if it is so long that rows follow each sum, of which none is sent then."""
     if options.window == "all":
         return 0
-    count, size = world_size.bit_length(), -(-options.lookahead // options.window) * options.window
+    count, size = world_size.bit_length(), -(-max(options.lookahead, 1) // options.window) * options.window
     weights = size * (_WEIGHT_BITS + count) if options.weigh is not None else 0
     bits = WORD + count + (size - 1) * (count + 1) + weights
     if bits == WORD + count:  # votes say everything

@@ -1,7 +1,7 @@
 """Protocol that synchronises the ranks of one process group: :class:`Channel`, and :class:`Lockstep` for its loops.
 
-A rank is *active* while it runs the body of a ``Join`` block. It is *joined* once it is out of data. In a plain block,
-one header (``join.protocol.headers``) announces every burst of collectives, and all ranks run the burst::
+In a plain block, a rank is *active* while it runs the body, and *joined* once it is out of data. One header
+(``join.protocol.headers``) announces every burst of collectives, and all ranks run the burst::
 
     active rank                                    joined rank
     -----------                                    -----------

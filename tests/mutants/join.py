@@ -1120,7 +1120,7 @@ MUTANTS = [
         "join/loop.py",
         "            self.progress.steps += 1  # as a rank that has left the loop alone must see\n",
         "",
-        "tests/worlds/test_small_worlds.py::test_programs_end_as_before",
+        "tests/join/loop/test_state.py::test_a_rank_that_leaves_alone_learns_it_where_another_ends_the_loop_for_all",
     ),
     Mutant(
         "join/rounds.py",

@@ -146,3 +146,17 @@ def test_a_block_around_a_block_whose_loop_failed_is_plain() -> None:
             assert seen(outer) == PLAIN
 
     run_threads(2, run)
+
+
+def test_a_rank_that_leaves_alone_learns_it_where_another_ends_the_loop_for_all() -> None:
+    """Rank 1 has run out after the step that rank 0 leaves by a break."""
+
+    def run(collective: ThreadCollective) -> str:
+        leading = Leading(collective)
+        with pytest.raises(JoinError) as caught, Join([leading], throw_on_early_termination=True, timeout=30.0) as join:
+            for step, _ in enumerate(join.iterate(range(3 - collective.rank))):
+                if collective.rank == 0 and step == 1:
+                    break
+        return str(caught.value)
+
+    assert all("Rank 0 left the loop over join.iterate in step 2" in text for text in run_threads(2, run))

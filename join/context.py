@@ -471,7 +471,7 @@ class Join:
                 train(batch)
             unused = join.pending  # of the ranks that still had data
         """
-        return [] if self._loop is None else [batch for batch, _, _ in self._loop.ahead.held]
+        return [] if self._loop is None else [read.batch for read in self._loop.ahead.held]
 
     def loader_state(self) -> Any:
         """Return the state of the loader as of the batch that :meth:`iterate` yielded last.

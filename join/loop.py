@@ -68,7 +68,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -84,7 +84,7 @@ from join.rounds import Rounds, bits_of
 from join.transfer import broadcast_tree
 
 T = TypeVar("T")
-_WEIGHT_OF = itemgetter(1)  # of an item of ReadAhead.held
+_WEIGHT_OF = attrgetter("weight")  # of an item of ReadAhead.held
 
 
 class Loop(Lockstep, Iterable[T]):
@@ -211,7 +211,7 @@ class Loop(Lockstep, Iterable[T]):
         progress.steps += 1
         if self._guard.timeout is not None:
             self.wait_for_all(f"reached step {progress.steps} of join.iterate")
-        step = self._rounds.next_step(self.step, held[0][1] if held else 0.0)
+        step = self._rounds.next_step(self.step, held[0].weight if held else 0.0)
         self.step = channel.place.step = step  # from here on, an error belongs to this step
         channel.place.phase = Phase.RUNNING
         if not step.contributors:
@@ -226,7 +226,8 @@ class Loop(Lockstep, Iterable[T]):
 
     def _next_batch(self) -> Any:
         ahead, rounds = self.ahead, self._rounds
-        batch, _, ahead.state = ahead.held.popleft()
+        read = ahead.held.popleft()
+        batch, ahead.state = read.batch, read.state
         self.step.may_be_last = may_be_last = not (ahead.held or (self._options.lookahead and not ahead.ended))
         # Dummies may follow in this round even if the loader has more batches.
         dummies_follow = rounds.own_batches == rounds.begun < rounds.steps
@@ -325,7 +326,7 @@ class Loop(Lockstep, Iterable[T]):
     def _share_template(self) -> None:
         """Send a batch from the lowest rank with data to ranks that never had one; an empty one for empty dummies."""
         channel, source = self.channel, self._rounds.shares[0].first
-        own = self._make_template(self.ahead.held[0][0]) if channel.collective.rank == source else None
+        own = self._make_template(self.ahead.held[0].batch) if channel.collective.rank == source else None
         try:
             template = broadcast_tree(channel.collective, own, source, channel.roster.devices())
         except (RuntimeError, TypeError) as error:

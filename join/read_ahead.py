@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -19,6 +21,7 @@ from join.batch import tensors_in
 from join.errors import JoinError
 
 _SAMPLED = 64  # elements of a tensor in memory that other libraries may write to
+_tracked, _foreign, _version = attrgetter("tracked"), attrgetter("foreign"), attrgetter("_version")
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
@@ -29,14 +32,53 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return None
 
 
-def _contents(tensors: list[torch.Tensor]) -> list[Any]:
-    """Return what changes if something writes to one of these tensors."""
-    contents: list[Any] = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-    for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.numel() and not tensor.untyped_storage().resizable():
-            flat = tensor.detach().reshape(-1)
-            contents.append(flat[:: -(-len(flat) // _SAMPLED)].tolist())
-    return contents
+class Read(NamedTuple):
+    """A batch that was read and not yet used.
+
+    Attributes:
+        batch: The batch.
+        weight: Its weight.
+        state: The state of a resumable loader after it.
+        tensors: The tensors in the batch when it was read.
+        tracked: Those of them whose version counts what torch writes.
+        foreign: Those of them whose memory other libraries may write to, such as numpy.
+    """
+
+    batch: Any
+    weight: float
+    state: Any
+    tensors: list[torch.Tensor]
+    tracked: list[torch.Tensor]
+    foreign: list[torch.Tensor]
+
+    @staticmethod
+    def of(batch: Any, weight: float, state: Any) -> Read:
+        """Return the record of a batch."""
+        tensors, tracked, foreign = tensors_in(batch), list[torch.Tensor](), list[torch.Tensor]()
+        for tensor in tensors:
+            if not tensor.is_inference():
+                tracked.append(tensor)
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu":
+                if not tensor.untyped_storage().resizable() and not tensor.is_shared():
+                    foreign.append(tensor)
+        return Read(batch, weight, state, tensors, tracked, foreign)
+
+    def is_refilled(self, batch: Any) -> bool:
+        """Return whether a batch that was just read is, or contains, a container of this one, and this one changed."""
+        old: Any = self.batch
+        new: Any = batch
+        if isinstance(old, dict) and isinstance(new, dict):
+            old, new = cast("Any", old).values(), cast("Any", new).values()
+        elif not (isinstance(old, (tuple, list)) and isinstance(new, (tuple, list))):
+            old = new = ()
+        is_reused = self.batch is batch or any(map(is_, old, new))
+        return is_reused and not all(map(is_, tensors_in(self.batch), self.tensors))
+
+
+def _elements(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Return some elements of each tensor."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
+    return [each[:: -(-len(each) // _SAMPLED)].tolist() for each in flat]
 
 
 class ReadAhead:
@@ -67,10 +109,8 @@ class ReadAhead:
         """Iterator of the loader, from the first read on, since a script may set the epoch before."""
         self.ended = False
         """Whether the loader has no batches beyond those read."""
-        self.held: deque[tuple[Any, float, Any]] = deque()
-        """Batches that were read and not yet used, the oldest first; each with its weight, and the state after it of a
-        resumable loader."""
-        self._tensors: deque[list[torch.Tensor]] = deque()  # of the batches in ``held``, as they were read
+        self.held: deque[Read] = deque()
+        """Batches that were read and not yet used, the oldest first."""
         self._weigh = weigh
         self.error: BaseException | None = None
         """Exception or interrupt of the loader, which is not asked for batches again."""
@@ -94,30 +134,29 @@ class ReadAhead:
                 if self.source is None:
                     self.source = iter(self.loader)
                     self.state = self._copy_state() if self._resumable else None
-                while len(self._tensors) > len(self.held):
-                    self._tensors.popleft()
-                before = [_contents(tensors) for tensors in self._tensors]
+                held = self.held
+                versions = list(map(_version, chain.from_iterable(map(_tracked, held))))
+                foreign = list(chain.from_iterable(map(_foreign, held)))
+                elements = _elements(foreign) if foreign else []
                 batch = next(self.source, self)
                 state = self._copy_state() if self._resumable else None
                 if batch is self:  # the default of next(), so the loader has no more batches
                     self.ended, self._state_at_end = True, state
                     return
                 weight = 1.0 if self._weigh is None else checked_weight(self._weigh(batch), "weigh(batch)")
-                self._look_for_reuse(before)
-                self._tensors.append(tensors_in(batch))
-                self.held.append((batch, weight, state))
+                is_changed = versions != list(map(_version, chain.from_iterable(map(_tracked, held))))
+                is_changed |= bool(foreign) and elements != _elements(foreign)
+                for each in held:
+                    is_changed |= each.is_refilled(batch)
+                if is_changed:
+                    raise JoinError(
+                        f"The {self._name} has overwritten a batch that join.iterate has read ahead and not yet"
+                        " yielded: it hands out the same memory again. Pass join.iterate(..., lookahead=0), or let the"
+                        " loader yield copies. [J822]"
+                    )
+                held.append(Read.of(batch, weight, state))
             except BaseException as error:  # even Ctrl-C, which usually arrives here, so that other ranks get it
                 self.ended, self.error = True, error
-
-    def _look_for_reuse(self, before: list[list[Any]]) -> None:
-        """Raise a ``JoinError`` if the batch that was just read has overwritten a batch that is held."""
-        for (batch, _, _), tensors, contents in zip(self.held, self._tensors, before, strict=True):
-            if _contents(tensors) != contents or list(map(id, tensors_in(batch))) != list(map(id, tensors)):
-                raise JoinError(
-                    f"The {self._name} has overwritten a batch that join.iterate has read ahead and not yet yielded:"
-                    " it hands out the same memory again. Pass join.iterate(..., lookahead=0), or let the loader yield"
-                    " copies. [J822]"
-                )
 
     def loader_state(self) -> Any:
         """Return the loader's state as of the batch that was taken last.

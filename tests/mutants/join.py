@@ -152,6 +152,18 @@ MUTANTS = [
     ),
     Mutant(
         "join/read_ahead.py",
+        "                    is_changed |= each.is_refilled(batch)\n",
+        "                    pass\n",
+        "tests/join/loop/test_no_lookahead.py::test_memory_that_is_used_again_while_a_batch_is_held",
+    ),
+    Mutant(
+        "join/read_ahead.py",
+        "                is_changed |= bool(foreign) and elements != _elements(foreign)\n",
+        "",
+        "tests/join/loop/test_no_lookahead.py::test_memory_that_is_used_again_while_a_batch_is_held",
+    ),
+    Mutant(
+        "join/read_ahead.py",
         'copy.deepcopy(cast("Any", self.loader).state_dict())',
         'cast("Any", self.loader).state_dict()',
         "tests/join/loop/test_read_ahead.py::test_the_end_of_an_epoch",

@@ -58,21 +58,22 @@ class Read(NamedTuple):
         for tensor in tensors:
             if not tensor.is_inference():
                 tracked.append(tensor)
-            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu":
-                if not tensor.untyped_storage().resizable() and not tensor.is_shared():
-                    foreign.append(tensor)
+            is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+            if is_plain and not tensor.untyped_storage().resizable() and not tensor.is_shared():
+                foreign.append(tensor)
         return Read(batch, weight, state, tensors, tracked, foreign)
 
     def is_refilled(self, batch: Any) -> bool:
         """Return whether a batch that was just read is, or contains, a container of this one, and this one changed."""
-        old: Any = self.batch
-        new: Any = batch
-        if isinstance(old, dict) and isinstance(new, dict):
-            old, new = cast("Any", old).values(), cast("Any", new).values()
-        elif not (isinstance(old, (tuple, list)) and isinstance(new, (tuple, list))):
-            old = new = ()
-        is_reused = self.batch is batch or any(map(is_, old, new))
+        is_reused = self.batch is batch or any(map(is_, _parts(self.batch), _parts(batch)))
         return is_reused and not all(map(is_, tensors_in(self.batch), self.tensors))
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    """Return the items of a batch that is a dict, a tuple or a list; nothing for other batches."""
+    if isinstance(batch, dict):
+        return cast("dict[Any, Any]", batch).values()
+    return cast("Iterable[Any]", batch) if isinstance(batch, (tuple, list)) else ()
 
 
 def _elements(tensors: Iterable[torch.Tensor]) -> list[Any]:

@@ -110,7 +110,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/rounds.py",
-        "-(-options.lookahead // window) * window",
+        "-(-max(options.lookahead, 1) // window) * window",
         "options.lookahead",
         "tests/join/loop/test_steps.py::test_the_share_of_a_batch_in_its_window",
     ),
@@ -128,8 +128,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "            if rounds.begun == rounds.steps:\n                if step.number:\n                    rounds",
-        "            if False:\n                if step.number:\n                    rounds",
+        "            if rounds.begun == rounds.steps:\n                if step.number:\n                    if not",
+        "            if False:\n                if step.number:\n                    if not",
         "tests/join/loop/test_loop.py::test_the_last_step_may_be_left_by_a_break",
     ),
     Mutant(

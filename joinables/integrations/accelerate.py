@@ -138,7 +138,7 @@ class AcceleratedJoin(Join):
 
     def _change(self, accelerator: Any) -> None:
         undo = self._restore
-        undo.enter_context(scaling_losses(accelerator, self))
+        undo.enter_context(scaling_losses(accelerator, self.scale))
         undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
         undo.enter_context(accumulating_once(accelerator, lambda: self._step))
         if self._block is not None:  # it is None with enable=False
@@ -297,12 +297,12 @@ def _warn_of_repeats(text: str) -> None:
 # -- steps of a block -------------------------------------------------------------------------------------------------
 
 
-def scaling_losses(accelerator: Any, join: Join) -> AbstractContextManager[None]:
-    """Return a context in which ``accelerator.backward`` scales each loss by the weight of its batch in ``join``."""
+def scaling_losses(accelerator: Any, scale: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """Return a context in which ``accelerator.backward`` scales each loss, as by the weight of its batch."""
     backward = accelerator.backward
 
     def scaled_backward(loss: Any, **named: Any) -> None:
-        backward(join.scale(loss), **named)
+        backward(scale(loss), **named)
 
     return replaced(accelerator, "backward", scaled_backward)
 

@@ -8,9 +8,58 @@ and restart from a checkpoint. The process group stays usable after :class:`Earl
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
 
 class JoinError(RuntimeError):
     """Base class of the errors of this package: a ``Join`` block could not be carried out as written."""
+
+    @property
+    def code(self) -> str:
+        """Code in the text, such as ``"J052"``; that of the quoted error in a :class:`PeerError`; ``""`` if none."""
+        return Text.of(self).code
+
+    @property
+    def advice(self) -> str:
+        """Reason and advice in the text, from its second sentence to its code; ``""`` without a code."""
+        return Text.of(self).advice
+
+
+class Text(NamedTuple):
+    """Parts of the text of an error: ``"What happened. What to do. [J052] More"``, where a text that quotes has more.
+
+    The first sentence says what happened. A value in it may contain a sentence of its own, in parentheses.
+    """
+
+    happened: str
+    advice: str = ""
+    code: str = ""
+    rest: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Text:
+        """Return the parts of the text of an error of this package, or of one that quotes it."""
+        text, *found = re.split(r" \[(J\d{3})\]", str(error), maxsplit=1)
+        if not found:
+            return cls(text)
+        happened, *advice = re.split(r"(?<=[.?])\s(?=[A-Z])", text)
+        while advice and happened.count("(") > happened.count(")"):
+            happened += f" {advice.pop(0)}"
+        return cls(happened, " ".join(advice), *found)
+
+
+def advise(error: BaseException, advice: Mapping[str, str]) -> None:
+    """Replace the advice in the text of an error, for those who use this package inside another one.
+
+    Args:
+        error: An error of this package, or one that quotes it.
+        advice: By the code of an error, the advice for it.
+    """
+    text = Text.of(error)
+    if text.code in advice:
+        error.args = (f"{text.happened} {advice[text.code]} [{text.code}]{text.rest}",)
 
 
 def described(error: BaseException) -> str:

@@ -42,7 +42,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -52,29 +52,25 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from join import Join, JoinError, JoinReport
+from join import Join, JoinReport
 from join.batch import emptied, samples_in, tensors_in
 from join.collectives import collective_of
 from join.collectives._torch_private import pytree
 from join.mean import mean_over_ranks
 from join.read_ahead import length_of
-from joinables.integrations import Loader, in_words_of, warn_if_alone
+from joinables.integrations import SCALED, Loader, framework, in_words_of, warn_if_alone
 from joinables.integrations.accelerate import check_accelerator, counting_no_dummies, gather_rows, scaling_losses
 from joinables.modules import keeping_modes, replaced, with_methods
 
 __all__ = ["JoinTrainer", "JoinTrainerMixin"]
 
 _Base: Any = Any if TYPE_CHECKING else object
-try:
-    _library: Any = importlib.import_module("transformers")
-except ImportError as missing:
-    raise ImportError(
-        "JoinTrainer needs Transformers, which cannot be imported. Run pip install 'joinables[transformers]'. [J133]"
-    ) from missing
+_library = framework("transformers")
 
 HOOKS = (
     "_get_num_items_in_batch",
     "_inner_training_loop",
+    "_maybe_log_save_evaluate",
     "_prepare_inputs",
     "evaluation_loop",
     "get_batch_samples",
@@ -89,18 +85,21 @@ PREPARED = "_is_accelerate_prepared"
 LOG_ONLY = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
 """Trainers of TRL that use the result of ``accelerator.gather`` for logs only."""
 TENSORS = "Return tensors in lists, tuples, dicts or dataclasses from the data_collator."
-ADVICE = {
-    "J067": ("Pass join.iterate(", TENSORS),
-    "J089": ("Move the prefetcher", "Call the model only in the thread that called train, and only in its steps."),
-    "J093": ("To ignore a batch", "Call super().training_step for every batch."),
-    "J421": ("Loop over join.iterate", "Call the model in training_step, or before or after train()."),
-    "J460": ("Call join.scale(", "Call self.accelerator.backward(loss) for every loss."),
-    "J461": ("Call join.scale(", "Call self.accelerator.backward(loss) for every loss."),
-    "J471": ("A loop over join.iterate has", "Remove no_sync from training_step, which the Trainer calls in it."),
-    "J536": ("Remove it,", "Remove it from the DistributedDataParallelKwargs or from the model."),
-    "J555": ("Put tensors", TENSORS),
+STOP = "To stop, set the flags of TrainerControl on all ranks in the same step, by a value that all ranks have."
+ADVICE = dict.fromkeys(SCALED, "Call self.accelerator.backward(loss) for every loss.") | {
+    "J067": TENSORS,
+    "J089": "Call the model only in the thread that called train, and only in its steps.",
+    "J092": STOP,
+    "J093": f"Call super().training_step for every batch. {STOP}",
+    "J421": "Call the model in training_step, or before or after train().",
+    "J441": "Change parameters, gradients and learning rates alike on all ranks, even if self.shadowing is true.",
+    "J471": "Remove no_sync from training_step, which the Trainer calls in it.",
+    "J521": "Call self.accelerator.gather_for_metrics. Of TRL's trainers, use SFT-, DPO-, KTO- or RewardTrainer.",
+    "J536": "Remove it from the DistributedDataParallelKwargs or from the model.",
+    "J555": TENSORS,
+    "J810": STOP,
 }
-"""For codes of errors whose advice users of a Trainer cannot follow: how it begins, and the advice that replaces it."""
+"""For codes of errors whose advice users of a Trainer cannot follow: the advice that replaces it."""
 
 
 class JoinTrainerMixin(_Base):
@@ -151,7 +150,7 @@ class JoinTrainerMixin(_Base):
         if missing_hooks:
             raise ImportError(
                 f"The Trainer of Transformers {_library.__version__} has no {missing_hooks[0]}, which JoinTrainer"
-                " needs. Install transformers 4.57 or newer. [J135]"
+                " needs. Install a version that it was tried with. [J135]"
             )
 
     @property
@@ -166,23 +165,18 @@ class JoinTrainerMixin(_Base):
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make an accelerator that does not distribute the loader of a stream over the ranks."""
+        self._plain.create_accelerator_and_postprocess()
+        accelerator = self.accelerator
+        accelerator.prepare_data_loader = partial(prepare_loader, accelerator, accelerator.prepare_data_loader)
+
     def get_train_dataloader(self) -> Any:
         """Return the loader of this rank's own stream, or of its share of a map-style data set."""
-        with own_streams(self.accelerator):
-            loader = self._plain.get_train_dataloader()
+        loader = self._plain.get_train_dataloader()
         if is_share(loader):
             loader.batch_sampler.even_batches = False  # otherwise it would repeat samples until the shares are even
         return loader
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the loader of this rank's own stream, or the Trainer's loader of a map-style data set."""
-        with own_streams(self.accelerator):
-            return self._plain.get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return the loader of this rank's own stream, or the Trainer's loader of a map-style data set."""
-        with own_streams(self.accelerator):
-            return self._plain.get_test_dataloader(test_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> tuple[Any, ...]:
         """Compute the values from the length of the longest loader and the samples of all ranks."""
@@ -193,10 +187,14 @@ class JoinTrainerMixin(_Base):
         ranks = collective_of(None).all_gather_object((length, samples), plain=True)
         lengths = [length for length, _ in ranks]
         self._length = None if None in lengths else max(lengths)
-        self._training.callback(set_length(dataloader, self._length))
+        self._training.callback(with_methods(dataloader, {"__len__": Loader(dataloader, self._length).__len__}))
         if not is_share(dataloader):
             samples = sum(samples for _, samples in ranks)
-        with replaced(self, "num_examples", lambda _: samples):
+
+        def num_examples(_: Any) -> int:
+            return samples
+
+        with replaced(self, "num_examples", num_examples):
             return self._plain.set_initial_training_values(args, dataloader, *more)
 
     def _init_training_state(self, max_steps: int, steps: int, epochs: int, checkpoint: Any, *more: Any) -> Any:
@@ -220,7 +218,7 @@ class JoinTrainerMixin(_Base):
         if not self._is_distributed:
             warn_if_alone("JoinTrainer", self.args.world_size, "Without GPUs, pass use_cpu=True to TrainingArguments.")
             return self._plain._inner_training_loop(*arguments, **named)
-        self._check_arguments()
+        self._check_arguments(resumes=named.get("resume_from_checkpoint") is not None)
         # The Trainer divides losses by this number itself. In Transformers 5.3, Accelerate would divide them again.
         accelerator, size = self.accelerator, self.accelerator.gradient_accumulation_steps
         accelerator.gradient_accumulation_steps = 1
@@ -292,8 +290,8 @@ class JoinTrainerMixin(_Base):
         with keeping_modes(model), self._counting_no_dummies(join), torch.set_grad_enabled(not self.is_fsdp_enabled):
             model.eval()  # without dropout, and without changes of buffers
             for number in torch.arange(1, 3, device=self.args.device):
-                trial = copy.copy(self)
-                vars(trial).update(pytree.tree_map(lambda leaf: leaf, vars(self)), log=_log_nothing)
+                trial = cast("Any", copy.copy(self))
+                trial.__dict__ = {**pytree.tree_map(torch.nn.Identity(), vars(self)), "log": _log_nothing}
                 with torch.random.fork_rng(devices):
                     losses.append(trial.compute_loss(model, {**inputs}, num_items_in_batch=number))
         differs = is_shown = False
@@ -322,18 +320,8 @@ class JoinTrainerMixin(_Base):
         self._plain._maybe_log_save_evaluate(tr_loss, *arguments, **named)
 
     def _counting_no_dummies(self, join: Join) -> AbstractContextManager[None]:
-        return counting_no_dummies(self.accelerator, join, gather=partial(self._gather, join))
-
-    def _gather(self, join: Join, tensor: Any) -> Any:
-        """Return the rows of data of all ranks, if the Trainer only logs them."""
-        names = [base.__name__ for base in type(self).__mro__ if not issubclass(base, JoinTrainerMixin)]
-        if not LOG_ONLY.isdisjoint(names):
-            return gather_rows(join, tensor) if join.channel.step.contributors else tensor
-        raise JoinError(
-            f"{names[0]} calls accelerator.gather in a step, which would return rows of dummies too. Of TRL's trainers,"
-            " JoinTrainerMixin works with SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer. In a subclass of your"
-            " own, call accelerator.gather_for_metrics. [J602]"
-        )
+        only_logs = not LOG_ONLY.isdisjoint(base.__name__ for base in type(self).__mro__)
+        return counting_no_dummies(self.accelerator, join, gather=partial(gather_rows, join) if only_logs else None)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of a micro-batch; 0 for a dummy."""
@@ -347,14 +335,10 @@ class JoinTrainerMixin(_Base):
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **named: Any) -> Any:
         """Evaluate or predict: over streams in the same steps on all ranks, over map-style data sets as a Trainer."""
         # An evaluation marks the unwrapped model as prepared. A later training would then skip DDP.
-        is_marked = self.is_fsdp_enabled or PREPARED in vars(self.model)
-        try:
+        with nullcontext() if self.is_fsdp_enabled else replaced(self.model, PREPARED, hasattr(self.model, PREPARED)):
             if not (self._is_distributed and is_stream(dataloader)):
                 return self._plain.evaluation_loop(dataloader, *arguments, **named)
             return self._evaluate_streams(dataloader, *arguments, **named)
-        finally:
-            if not is_marked:
-                vars(self.model).pop(PREPARED, None)
 
     def _evaluate_streams(self, batches: Any, *arguments: Any, **named: Any) -> Any:
         """Run the Trainer's own loop over this rank's batches, followed by as many dummies as needed."""
@@ -387,7 +371,7 @@ class JoinTrainerMixin(_Base):
     def _is_distributed(self) -> bool:
         return self.args.world_size > 1
 
-    def _check_arguments(self) -> None:
+    def _check_arguments(self, *, resumes: bool) -> None:
         check_accelerator(self.accelerator, "JoinTrainer")
         args = self.args
         if not args.average_tokens_across_devices:
@@ -404,13 +388,14 @@ class JoinTrainerMixin(_Base):
                 "auto_find_batch_size=True restarts the training only on the rank that is out of memory. Remove it from"
                 " TrainingArguments. [J138]"
             )
-        counted = args.include_num_input_tokens_seen
-        if counted not in ("no", False) and IS_ONE_METHOD:
-            raise ValueError(
-                f"include_num_input_tokens_seen={counted!r} would count the tokens of dummies in Transformers"
-                f" {_library.__version__}. Remove it from TrainingArguments, or install transformers 5.3 or newer."
-                " [J763]"
-            )
+        if IS_ONE_METHOD:
+            asked = {"include_num_input_tokens_seen": args.include_num_input_tokens_seen not in ("no", False)}
+            asked["resume_from_checkpoint"] = resumes and isinstance(self.train_dataset, IterableDataset)
+            for name in (name for name, is_asked in asked.items() if is_asked):
+                raise ValueError(
+                    f"{name} would count dummies or find the wrong epoch of a stream in Transformers"
+                    f" {_library.__version__}. Remove it, or install transformers 5.3 or newer. [J763]"
+                )
         sizes = getattr(self.accelerator, "parallelism_config", None)
         context, sequence = (getattr(sizes, name, 1) for name in ("cp_size", "sp_size"))
         for name, size in {"tensor": self.get_tp_size(), "context": context, "sequence": sequence}.items():
@@ -506,25 +491,6 @@ def without_labels(batch: Any) -> Any:
 # -- loaders ----------------------------------------------------------------------------------------------------------
 
 
-def set_length(loader: Any, length: int | None) -> Callable[[], None]:
-    """Have a loader report the length of the longest one of all ranks, and return the function that undoes this.
-
-    Args:
-        loader: This rank's loader.
-        length: The length; ``None`` for a loader without a length.
-
-    Raises:
-        TypeError: If the class of the loader cannot be changed.
-    """
-    try:
-        return with_methods(loader, {"__len__": Loader(loader, length).__len__})
-    except TypeError:
-        raise TypeError(
-            f"get_train_dataloader returned an object of type {type(loader).__name__}, which cannot have the length of"
-            " the longest loader of all ranks. Return a torch.utils.data.DataLoader. [J764]"
-        ) from None
-
-
 def is_share(loader: Any) -> bool:
     """Return whether Accelerate distributes the samples of a loader over the ranks."""
     return hasattr(getattr(loader, "batch_sampler", None), "even_batches")
@@ -554,25 +520,20 @@ def warn_of_same_streams(batch: Any) -> None:
         )
 
 
-def own_streams(accelerator: Any) -> AbstractContextManager[None]:
-    """Return a context in which ``accelerator`` does not distribute the loader of a stream over the ranks."""
+def prepare_loader(accelerator: Any, as_usual: Callable[..., Any], loader: Any, **placement: Any) -> Any:
+    """Prepare a loader: that of a stream, which is this rank's own, as in a single process."""
+    if accelerator.num_processes == 1 or not is_stream(loader):
+        return as_usual(loader, **placement)
     module: Any = importlib.import_module("accelerate.data_loader")
-    spread = accelerator.prepare_data_loader
-
-    def prepare(loader: Any, **placement: Any) -> Any:
-        if accelerator.num_processes == 1 or not is_stream(loader):
-            return spread(loader, **placement)
-        loader = module.prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=accelerator.device_placement,
-            dispatch_batches=False,
-            non_blocking=accelerator.non_blocking,
-            use_stateful_dataloader=accelerator.use_stateful_dataloader,
-        )
-        accelerator._dataloaders.append(loader)
-        return loader
-
-    return replaced(accelerator, "prepare_data_loader", prepare)
+    loader = module.prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=accelerator.device_placement,
+        dispatch_batches=False,
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+    )
+    accelerator._dataloaders.append(loader)
+    return loader

@@ -23,6 +23,8 @@ each rank's window ends with its own loader, and the last reductions have fewer 
 A dummy batch is the rank's last batch itself, with weight 0, since the loop body of a script for a framework seldom
 expects empty batches. So the rows that a rank with a dummy passes to ``gather_for_metrics`` are dropped, and so are its
 losses in ``reduce``. Other values are refused if they may be of several batches, or of an evaluation.
+
+Private names of Accelerate: ``_dataloaders``, ``_do_sync``, ``_iterator_finished``.
 """
 
 from __future__ import annotations
@@ -55,7 +57,6 @@ __all__ = ["AcceleratedJoin", "check_accelerator", "gather_rows", "join_uneven_i
 
 T = TypeVar("T")
 
-_COUNTING = ("gather", "gather_object", "reduce")
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "FSDP")
 ADVICE = dict.fromkeys(SCALED, "Call accelerator.backward(loss) for every loss of the loop.") | {
     "J013": "List the prepared model. For a compiled model, pass keep_torch_compile=False to accelerator.unwrap_model.",
@@ -333,11 +334,11 @@ def watching_functions(check: Callable[[str], None]) -> AbstractContextManager[N
     def watched() -> Any:
         frame: Any = inspect.currentframe()
         frame = frame.f_back
-        while frame.f_back.f_globals["__name__"].startswith("accelerate."):
+        while (caller := frame.f_back.f_globals["__name__"]).startswith("accelerate."):
             frame = frame.f_back
-        decorated = frame.f_locals.get("function")  # in the wrapper of a decorator
-        name = decorated.__name__ if decorated is not None else frame.f_code.co_name
-        if name in _COUNTING and not frame.f_back.f_globals["__name__"].startswith(__package__ or ""):
+        decorated = frame.f_locals.get("function", frame.f_code)  # it is there in the wrapper of a decorator
+        name = getattr(decorated, "__name__", frame.f_code.co_name)
+        if name in ("gather", "gather_object", "reduce") and not caller.startswith("joinables."):
             check(f"accelerat{'or' if 'self' in frame.f_locals else 'e.utils'}.{name}")
         return state()
 

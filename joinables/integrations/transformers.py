@@ -32,6 +32,10 @@ process.
 Transformers has Accelerate prepare its loaders, and Accelerate distributes one stream over all ranks. Here each rank
 has its own stream, and its loader is prepared as in a single process: batches go to the device, and nothing else.
 
+Private names of Transformers and Accelerate: ``_dataloaders``, ``_get_num_items_in_batch``, ``_init_training_state``,
+``_inner_training_loop``, ``_is_accelerate_prepared``, ``_maybe_log_save_evaluate``, ``_prepare_inputs``,
+``_run_epoch``, ``_track_num_input_tokens``.
+
 Tried on Transformers 4.57 with Accelerate 1.11, on 5.0, 5.3, 5.10 and 5.16, and on 5.20 to 5.24 with Accelerate 1.15.
 """
 
@@ -72,10 +76,8 @@ HOOKS = (
     "_inner_training_loop",
     "_maybe_log_save_evaluate",
     "_prepare_inputs",
-    "evaluation_loop",
     "get_batch_samples",
     "set_initial_training_values",
-    "training_step",
 )
 """Names of the Trainer that this class overrides or reads, so they must exist."""
 IS_ONE_METHOD = not hasattr(_library.Trainer, "_run_epoch")
@@ -139,18 +141,16 @@ class JoinTrainerMixin(_Base):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         order = cls.__mro__
-        trainers = [base for base in order if issubclass(base, _library.Trainer)]
-        before = order[: order.index(JoinTrainerMixin)]
-        if not trainers or any(base in before and not issubclass(base, JoinTrainerMixin) for base in trainers):
+        plain = [issubclass(base, _library.Trainer) and not issubclass(base, JoinTrainerMixin) for base in order]
+        if True not in plain[order.index(JoinTrainerMixin) :] or True in plain[: order.index(JoinTrainerMixin)]:
             raise TypeError(
                 f"{cls.__name__} does not list JoinTrainerMixin before transformers.Trainer, or has no Trainer. Define"
                 f" it as class {cls.__name__}(JoinTrainerMixin, Trainer). [J134]"
             )
-        missing_hooks = [name for name in HOOKS if not hasattr(_library.Trainer, name)]
-        if missing_hooks:
+        for name in (name for name in HOOKS if not hasattr(_library.Trainer, name)):
             raise ImportError(
-                f"The Trainer of Transformers {_library.__version__} has no {missing_hooks[0]}, which JoinTrainer"
-                " needs. Install a version that it was tried with. [J135]"
+                f"The Trainer of Transformers {_library.__version__} has no {name}, which JoinTrainer needs. Install a"
+                " version that it was tried with. [J135]"
             )
 
     @property
@@ -215,7 +215,7 @@ class JoinTrainerMixin(_Base):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
-        if not self._is_distributed:
+        if self.args.world_size == 1:
             warn_if_alone("JoinTrainer", self.args.world_size, "Without GPUs, pass use_cpu=True to TrainingArguments.")
             return self._plain._inner_training_loop(*arguments, **named)
         self._check_arguments(resumes=named.get("resume_from_checkpoint") is not None)
@@ -294,10 +294,8 @@ class JoinTrainerMixin(_Base):
                 trial.__dict__ = {**pytree.tree_map(torch.nn.Identity(), vars(self)), "log": _log_nothing}
                 with torch.random.fork_rng(devices):
                     losses.append(trial.compute_loss(model, {**inputs}, num_items_in_batch=number))
-        differs = is_shown = False
-        if all(bool(loss.isfinite()) and bool(loss) for loss in losses):
-            is_shown, differs = True, not torch.equal(*losses)
-        found = torch.tensor([is_shown, differs], dtype=torch.int64, device="cpu")
+        is_shown = all(bool(loss.isfinite()) and bool(loss) for loss in losses)
+        found = torch.tensor([is_shown, is_shown and not torch.equal(*losses)], dtype=torch.int64, device="cpu")
         collective_of(None).all_reduce(found, "max").wait()
         is_shown, differs = map(bool, found)
         return differs if is_shown else None
@@ -307,9 +305,18 @@ class JoinTrainerMixin(_Base):
         windows = self._windows
         if windows is None:
             return self._plain.training_step(model, inputs, num_items_in_batch)
+        as_usual, divisor = self.compute_loss_func, 1.0
         if num_items_in_batch is None:  # the mean over ranks then equals the mean over their micro-batches
-            self.current_gradient_accumulation_steps = self._batches_per_rank
-        with self._counting_no_dummies(windows.join), scaling_losses(self.accelerator, windows.scale):
+            divisor = self.current_gradient_accumulation_steps = self._batches_per_rank
+
+        def divided(*arguments: Any, **named: Any) -> Any:
+            return as_usual(*arguments, **named) / divisor
+
+        with (
+            self._counting_no_dummies(windows.join),
+            scaling_losses(self.accelerator, windows.scale),
+            replaced(self, "compute_loss_func", as_usual and divided),  # a Trainer does not divide its loss
+        ):
             loss = self._plain.training_step(model, inputs, num_items_in_batch)
         return torch.zeros_like(loss) if self.shadowing else loss
 
@@ -336,7 +343,7 @@ class JoinTrainerMixin(_Base):
         """Evaluate or predict: over streams in the same steps on all ranks, over map-style data sets as a Trainer."""
         # An evaluation marks the unwrapped model as prepared. A later training would then skip DDP.
         with nullcontext() if self.is_fsdp_enabled else replaced(self.model, PREPARED, hasattr(self.model, PREPARED)):
-            if not (self._is_distributed and is_stream(dataloader)):
+            if self.args.world_size == 1 or not is_stream(dataloader):
                 return self._plain.evaluation_loop(dataloader, *arguments, **named)
             return self._evaluate_streams(dataloader, *arguments, **named)
 
@@ -367,10 +374,6 @@ class JoinTrainerMixin(_Base):
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _is_distributed(self) -> bool:
-        return self.args.world_size > 1
-
     def _check_arguments(self, *, resumes: bool) -> None:
         check_accelerator(self.accelerator, "JoinTrainer")
         args = self.args
@@ -388,14 +391,13 @@ class JoinTrainerMixin(_Base):
                 "auto_find_batch_size=True restarts the training only on the rank that is out of memory. Remove it from"
                 " TrainingArguments. [J138]"
             )
-        if IS_ONE_METHOD:
-            asked = {"include_num_input_tokens_seen": args.include_num_input_tokens_seen not in ("no", False)}
-            asked["resume_from_checkpoint"] = resumes and isinstance(self.train_dataset, IterableDataset)
-            for name in (name for name, is_asked in asked.items() if is_asked):
-                raise ValueError(
-                    f"{name} would count dummies or find the wrong epoch of a stream in Transformers"
-                    f" {_library.__version__}. Remove it, or install transformers 5.3 or newer. [J763]"
-                )
+        counts = args.include_num_input_tokens_seen not in ("no", False)
+        if IS_ONE_METHOD and (counts or (resumes and isinstance(self.train_dataset, IterableDataset))):
+            raise ValueError(
+                f"{'include_num_input_tokens_seen' if counts else 'resume_from_checkpoint'} would count dummies, or not"
+                f" find the epoch of a stream, in Transformers {_library.__version__}. Remove it, or install"
+                " transformers 5.3 or newer. [J763]"
+            )
         sizes = getattr(self.accelerator, "parallelism_config", None)
         context, sequence = (getattr(sizes, name, 1) for name in ("cp_size", "sp_size"))
         for name, size in {"tensor": self.get_tp_size(), "context": context, "sequence": sequence}.items():

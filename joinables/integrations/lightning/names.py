@@ -1,4 +1,8 @@
-"""Lightning's public and private names that this package uses; tried with 2.5 and 2.6."""
+"""Lightning's public and private names that this package uses; tried with 2.5 and 2.6.
+
+Private names of Lightning: ``_DataFetcher``, ``_ResultCollection``, ``_fn``, ``_forward_cache``,
+``_forward_redirection``, ``_mode``, ``_results``, ``_select_data_fetcher``, ``_setup_model``.
+"""
 
 from __future__ import annotations
 

@@ -336,8 +336,8 @@ def watching_functions(check: Callable[[str], None]) -> AbstractContextManager[N
         frame = frame.f_back
         while (caller := frame.f_back.f_globals["__name__"]).startswith("accelerate."):
             frame = frame.f_back
-        decorated = frame.f_locals.get("function", frame.f_code)  # it is there in the wrapper of a decorator
-        name = getattr(decorated, "__name__", frame.f_code.co_name)
+        # In the wrapper of a decorator, the function is a local name.
+        name = getattr(frame.f_locals.get("function", frame.f_code), "__name__", frame.f_code.co_name)
         if name in ("gather", "gather_object", "reduce") and not caller.startswith("joinables."):
             check(f"accelerat{'or' if 'self' in frame.f_locals else 'e.utils'}.{name}")
         return state()

@@ -267,6 +267,7 @@ class FirstCallback(Callback):
         try:
             trainer.strategy._blocks.close(exception)  # sends it to the other ranks
         except Exception as failure:  # another rank failed first, and caused the failure of this one
+            advise(failure, ADVICE)
             trainer.strategy._failure = failure
 
 

@@ -104,3 +104,24 @@ def test_counts(pool: Pool) -> None:
     for flos, samples, epoch in numbers:
         assert (flos, epoch) == (operations * 10, 2.0)
         assert samples == pytest.approx(2 * 5 * ROWS, rel=0.01)
+
+
+def compiled(rank: int) -> tuple[dict[str, torch.Tensor], str]:
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        more = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 8, "eval_strategy": "epoch"}
+        trainer = trainer_of(rank, "tokens", folder, train_dataset=Stream(words, rank), **more)
+        trainer.train()
+        return llama_of(trainer), type(trainer.model_wrapped._orig_mod).__name__
+
+
+def llama_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.mark.in_test_all
+def test_a_compiled_model_stays_in_ddp(pool: Pool) -> None:
+    """In several epochs, with evaluations between them."""
+    expected, _, _ = alone(llama(), words, 1, 8)
+    for state, kind in pool.run(compiled, ranks=RANKS, timeout=120):
+        assert kind == "DistributedDataParallel"
+        assert_same(state, expected, 2e-5)

@@ -55,7 +55,13 @@ def run(example: str, names: dict[str, Any], at_end_of_loop: str = "") -> None:
 def test_each_example_is_run() -> None:
     text = Path(__file__).read_text() + (Path(__file__).parent / "ray" / "page.py").read_text()
     assert [each.name for each in EXAMPLES if f'"{each.name}"' not in text] == []
-    assert sorted({page.name for page in PAGES}) == ["accelerate.md", "lightning.md", "ray.md", "transformers.md"]
+    assert sorted({page.name for page in PAGES}) == [
+        "accelerate.md",
+        "lightning.md",
+        "other.md",
+        "ray.md",
+        "transformers.md",
+    ]
 
 
 # -- Accelerate -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ FUNCTIONS = ("gather", "reduce", "gather_object")
 
 
 def call(rank: int, name: str, debug: bool) -> list[int]:
-    """Call a function of ``accelerate.utils`` in a plain loop, in a step, in an evaluation inside it, and afterwards."""
+    """Call a function in a step, in an evaluation inside it, in a plain block, and afterwards."""
     from joinables.integrations.accelerate import join_uneven_inputs
 
     with launched(ACCELERATE_DEBUG_MODE="1" if debug else "0"):
@@ -41,9 +41,9 @@ def call(rank: int, name: str, debug: bool) -> list[int]:
                 pad(torch.ones(rank + 1))
                 for _ in loader:
                     counts.append(len(function(value)))
-        with join_uneven_inputs(accelerate, [model, optimizer], even_batches=False):
-            with pytest.raises(JoinError, match=rf"call accelerate\.utils\.{name} only in the body .* \[J116\]"):
-                function(value)
+        outside = pytest.raises(JoinError, match=rf"call accelerate\.utils\.{name} only in the body .* \[J116\]")
+        with join_uneven_inputs(accelerate, [model, optimizer], even_batches=False), outside:
+            function(value)
         counts.append(len(function(value)))
         return counts
 

@@ -19,12 +19,12 @@ class JoinError(RuntimeError):
     @property
     def code(self) -> str:
         """Code in the text, such as ``"J052"``; that of the quoted error in a :class:`PeerError`; ``""`` if none."""
-        return Text.of(self).code
+        return Text.of(str(self)).code
 
     @property
     def advice(self) -> str:
         """Reason and advice in the text, from its second sentence to its code; ``""`` without a code."""
-        return Text.of(self).advice
+        return Text.of(str(self)).advice
 
 
 class Text(NamedTuple):
@@ -39,27 +39,37 @@ class Text(NamedTuple):
     rest: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> Text:
-        """Return the parts of the text of an error of this package, or of one that quotes it."""
-        text, *found = re.split(r" \[(J\d{3})\]", str(error), maxsplit=1)
-        if not found:
-            return cls(text)
-        happened, *advice = re.split(r"(?<=[.?])\s(?=[A-Z])", text)
-        while advice and happened.count("(") > happened.count(")"):
-            happened += f" {advice.pop(0)}"
-        return cls(happened, " ".join(advice), *found)
+    def of(cls, text: str) -> Text:
+        """Return the parts of a text of this package, or of one that quotes it."""
+        for found in re.finditer(r" \[(J\d{3})\]", text):
+            before = text[: found.start()]
+            if before.count("(") <= before.count(")"):  # otherwise it belongs to a text that is a value in this one
+                happened, *advice = re.split(r"(?<=[.?])\s(?=[A-Z])", before)
+                while advice and happened.count("(") > happened.count(")"):
+                    happened += f" {advice.pop(0)}"
+                return cls(happened, " ".join(advice), found[1], text[found.end() :])
+        return cls(text)
+
+
+def advised(text: str, advice: Mapping[str, str]) -> str:
+    """Return the text of an error with other advice, for those who use this package inside another one.
+
+    Args:
+        text: The text of an error of this package, or one that quotes such texts.
+        advice: By the code of an error, the advice for it.
+    """
+    parts = Text.of(text)
+    if not parts.code:
+        return text
+    happened = re.sub(r"(?<=\().* \[J\d{3}\](?=\))", lambda quoted: advised(quoted[0], advice), parts.happened)
+    sentences = [happened, advice.get(parts.code, parts.advice), f"[{parts.code}]"]
+    return " ".join(filter(None, sentences)) + parts.rest
 
 
 def advise(error: BaseException, advice: Mapping[str, str]) -> None:
-    """Replace the advice in the text of an error, for those who use this package inside another one.
-
-    Args:
-        error: An error of this package, or one that quotes it.
-        advice: By the code of an error, the advice for it.
-    """
-    text = Text.of(error)
-    if text.code in advice:
-        error.args = (f"{text.happened} {advice[text.code]} [{text.code}]{text.rest}",)
+    """Replace the advice in the text of an error; see :func:`advised`."""
+    if (text := advised(str(error), advice)) != str(error):
+        error.args = (text,)
 
 
 def described(error: BaseException) -> str:

@@ -28,7 +28,9 @@ class JoinError(RuntimeError):
 
 
 class Text(NamedTuple):
-    """Parts of the text of an error: ``"What happened. What to do. [J052] More"``, where a text that quotes has more.
+    """Parts of the text of an error: what happened, the advice, and the code in brackets.
+
+    A text that quotes another one has more after the code.
 
     The first sentence says what happened. A value in it may contain a sentence of its own, in parentheses.
     """

@@ -18,7 +18,7 @@ class JoinError(RuntimeError):
 
     @property
     def code(self) -> str:
-        """Code in the text, such as ``"J052"``; that of the quoted error in a :class:`PeerError`; ``""`` if none."""
+        """Code in the text, of the quoted error in a :class:`PeerError`, without brackets; ``""`` if there is none."""
         return Text.of(str(self)).code
 
     @property

@@ -21,9 +21,9 @@ windows::
       one reduces gradients
     clip, step, log, evaluate, save                  the same
 
-A Trainer expects k micro-batches, even in a window for which all ranks together have fewer. The missing ones come
-first, and run no forward and none of the user's code: no metric can count them, and the last micro-batch, which reduces
-gradients, has data.
+A Trainer expects k micro-batches in each window, even if all ranks together have fewer. The missing micro-batches come
+first, and run no forward and none of the user's code. So no metric can count them, and the last micro-batch, which
+reduces gradients, has data.
 
 An evaluation during an epoch is a loop of its own, over a process group of its own. The rows that are gathered in each
 of its steps come from ranks with data only, so the loss is the mean over the batches of all ranks, as in a single
@@ -198,10 +198,10 @@ class JoinTrainerMixin(_Base):
             return self._plain.set_initial_training_values(args, dataloader, *more)
 
     def _init_training_state(self, max_steps: int, steps: int, epochs: int, checkpoint: Any, *more: Any) -> Any:
-        """Return the epoch and the batch in it from which to resume.
+        """Return the epoch, and the number of batches in it that were trained before the checkpoint.
 
-        The Trainer divides the steps of a checkpoint by those of an epoch. For streams without a length, these are
-        ``max_steps``, so the epoch would always be the first. The checkpoint has the right one.
+        The Trainer divides the steps of a checkpoint by the steps of an epoch. For streams without a length, an epoch
+        has ``max_steps``, so the epoch would always be the first. The checkpoint has the right one.
         """
         position = self._plain._init_training_state(max_steps, steps, epochs, checkpoint, *more)
         file = Path(checkpoint or "", "trainer_state.json")
@@ -322,7 +322,7 @@ class JoinTrainerMixin(_Base):
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *arguments: Any, **named: Any) -> None:
         if self._epoch is not None and self._windows is None:  # at the end of an epoch
-            # It has the losses since the last log. When the training ends, the Trainer adds it to those of all ranks.
+            # It has the losses since the last log. When the training ends, the Trainer adds it to means over ranks.
             tr_loss.copy_(mean_over_ranks(collective_of(None), tr_loss, 1.0))
         self._plain._maybe_log_save_evaluate(tr_loss, *arguments, **named)
 
@@ -523,7 +523,7 @@ def warn_of_same_streams(batch: Any) -> None:
 
 
 def prepare_loader(accelerator: Any, as_usual: Callable[..., Any], loader: Any, **placement: Any) -> Any:
-    """Prepare a loader: that of a stream, which is this rank's own, as in a single process."""
+    """Prepare a loader. A stream is this rank's own, so its loader is prepared as in a single process."""
     if accelerator.num_processes == 1 or not is_stream(loader):
         return as_usual(loader, **placement)
     module: Any = importlib.import_module("accelerate.data_loader")

@@ -42,7 +42,9 @@ from tests.pool import Pool
 
 PACKAGE = Path(joinables.__file__).parent
 PAGES = sorted((DOCS / "frameworks").iterdir())
-EXAMPLES = [each for page in PAGES for each in examples_of(f"frameworks/{page.name}") if not each.before]
+EXAMPLES = [
+    each for page in PAGES for each in examples_of(f"frameworks/{page.name}") if not (each.before or each.apart)
+]
 TEXT = "".join(page.read_text() for page in PAGES)
 
 

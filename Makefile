@@ -89,10 +89,10 @@ soak: .venv/.test-installed
 
 # The extras of the frameworks that tests/integrations runs in, and packages that need none.
 FRAMEWORKS := lightning accelerate transformers ray
-OTHERS := trl sentence-transformers pytorch-ignite
+OTHERS := trl sentence-transformers pytorch-ignite pytorch-lightning
 comma := ,
 test-frameworks: .venv-frameworks/.installed
-	TESTS=all .venv-frameworks/bin/python -m pytest -n $(JOBS) $(INTEGRATIONS)
+	TESTS=all .venv-frameworks/bin/python -m pytest -n $(JOBS) $(INTEGRATIONS) tests/test_house.py
 
 # DeepSpeed compiles an extension when it is first used, with ninja and a C++ compiler.
 test-engines: .venv-engines/.installed

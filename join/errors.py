@@ -8,9 +8,70 @@ and restart from a checkpoint. The process group stays usable after :class:`Earl
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
 
 class JoinError(RuntimeError):
     """Base class of the errors of this package: a ``Join`` block could not be carried out as written."""
+
+    @property
+    def code(self) -> str:
+        """Code in the text, of the quoted error in a :class:`PeerError`, without brackets; ``""`` if there is none."""
+        return Text.of(str(self)).code
+
+    @property
+    def advice(self) -> str:
+        """Reason and advice in the text, from its second sentence to its code; ``""`` without a code."""
+        return Text.of(str(self)).advice
+
+
+class Text(NamedTuple):
+    """Parts of the text of an error: what happened, the advice, and the code in brackets.
+
+    A text that quotes another one has more after the code.
+
+    The first sentence says what happened. A value in it may contain a sentence of its own, in parentheses.
+    """
+
+    happened: str
+    advice: str = ""
+    code: str = ""
+    rest: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> Text:
+        """Return the parts of a text of this package, or of one that quotes it."""
+        for found in re.finditer(r" \[(J\d{3})\]", text):
+            before = text[: found.start()]
+            if before.count("(") <= before.count(")"):  # otherwise it belongs to a text that is a value in this one
+                happened, *advice = re.split(r"(?<=[.?])\s(?=[A-Z])", before)
+                while advice and happened.count("(") > happened.count(")"):
+                    happened += f" {advice.pop(0)}"
+                return cls(happened, " ".join(advice), found[1], text[found.end() :])
+        return cls(text)
+
+
+def advised(text: str, advice: Mapping[str, str]) -> str:
+    """Return the text of an error with other advice, for those who use this package inside another one.
+
+    Args:
+        text: The text of an error of this package, or one that quotes such texts.
+        advice: By the code of an error, the advice for it.
+    """
+    parts = Text.of(text)
+    if not parts.code:
+        return text
+    happened = re.sub(r"(?<=\().* \[J\d{3}\](?=\))", lambda quoted: advised(quoted[0], advice), parts.happened)
+    sentences = [happened, advice.get(parts.code, parts.advice), f"[{parts.code}]"]
+    return " ".join(filter(None, sentences)) + parts.rest
+
+
+def advise(error: BaseException, advice: Mapping[str, str]) -> None:
+    """Replace the advice in the text of an error; see :func:`advised`."""
+    if (text := advised(str(error), advice)) != str(error):
+        error.args = (text,)
 
 
 def described(error: BaseException) -> str:

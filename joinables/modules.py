@@ -29,7 +29,13 @@ def with_methods(obj: Any, methods: Mapping[str, Any]) -> Callable[[], None]:
     """
     kind = cast("Any", type(obj))
     set_class = partial(vars(object)["__class__"].__set__, obj)  # some objects have a property of this name
-    set_class(type(kind.__name__, (kind,), dict(methods)))
+    try:
+        set_class(type(kind.__name__, (kind,), dict(methods)))
+    except TypeError:
+        raise TypeError(
+            f"An object of type {kind.__name__} cannot get {' and '.join(methods)} of its own. Pass one of a class"
+            " that is written in Python, such as a torch.utils.data.DataLoader. [J764]"
+        ) from None
     return partial(set_class, kind)
 
 

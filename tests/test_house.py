@@ -9,7 +9,9 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +20,7 @@ import torch.distributed.algorithms
 from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
 import join
+from joinables.integrations import VERSIONS, framework
 
 ROOT = Path(join.__file__).parent.parent
 FILES = sorted(path for package in ("join", "joinables") for path in (ROOT / package).rglob("*.py"))
@@ -150,9 +153,6 @@ OF_PYTHON = {name for each in (os, sys, atexit, NamedTuple("Tuple", [])) for nam
 OF_FRAMEWORKS = {
     # torchmetrics', which takes seconds to import.
     "joinables/metrics": {"_computed", "_defaults", "_is_synced", "_reductions", "_update_count", "_wrap_compute"},
-    # Lightning's, Accelerate's and Transformers', which are not installed here.
-    "joinables/integrations/lightning": {"_DataFetcher", "_ResultCollection", "_mode", "_select_data_fetcher"},
-    "joinables/integrations": {"_dataloaders", "_do_sync", "_get_num_items_in_batch", "_prepare_inputs", "_run_epoch"},
 }
 """The private names that a folder uses of what is neither torch's nor ours."""
 
@@ -170,6 +170,17 @@ def private_names(tree: ast.AST) -> Iterator[tuple[str, str, ast.AST]]:
             of, name = ast.unparse(node.value), str(node.slice.value)
             if of.startswith("vars(") and is_private(name):
                 yield of[5:-1], name, node
+
+
+def listed_names(path: Path) -> set[str]:
+    """The private names of a framework, which the docstring of its integration lists."""
+    folder = ROOT / "joinables" / "integrations"
+    if not path.is_relative_to(folder):
+        return set()
+    own = [each for each in FILES if each == path or (path.parent != folder and each.parent == path.parent)]
+    docstrings = [ast.get_docstring(trees_of_files()[each]) or "" for each in own]
+    lists = [names for text in docstrings for names in re.findall(r"^Private names of [^:]+:([^.]+)\.", text, re.M)]
+    return set(re.findall(r"``(_\w+)``", " ".join(lists)))
 
 
 def wrong_names(tree: ast.AST, known: set[str]) -> list[str]:
@@ -196,7 +207,89 @@ def test_private_names_of_torch_live_in_one_room() -> None:
             continue
         folder = path.relative_to(ROOT).as_posix()
         known = OF_PYTHON.union(*(names for place, names in OF_FRAMEWORKS.items() if folder.startswith(place)))
+        known |= listed_names(path)
         assert wrong_names(trees_of_files()[path], known) == [], path
+
+
+INTEGRATIONS = {
+    "lightning": ("joinables/integrations/lightning/names.py", ["lightning.pytorch", "lightning.fabric"]),
+    "accelerate": ("joinables/integrations/accelerate.py", ["accelerate"]),
+    "transformers": ("joinables/integrations/transformers.py", ["transformers.trainer", "accelerate"]),
+}
+"""The file of an integration that lists private names, and where its framework defines them."""
+SAME = {
+    "_batches",
+    "_even_batches",
+    "_loader",
+    "_op",
+    "_set_sync_gradients",
+    "_size",
+    "_steps",
+    "_strategy",
+    "_trainer",
+}
+"""Names that ours and a framework's objects have, each for itself."""
+
+
+def words_of(path: Path) -> set[str]:
+    """The private names in a file, in whatever place."""
+    return set(re.findall(r"\b_[a-zA-Z]\w+", path.read_text()))
+
+
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_private_names_of_a_framework_are_listed(name: str) -> None:
+    """Those that an integration reads, replaces or defines, and no others; in the oldest version and in the newest."""
+    file, places = INTEGRATIONS[name]
+    theirs: set[str] = set()
+    for place in places:
+        pytest.importorskip(place.partition(".")[0], reason=f"needs the extra {name}: make test-frameworks")
+        spec = find_spec(place)
+        assert spec is not None and spec.origin is not None
+        origin = Path(spec.origin)
+        for path in origin.parent.rglob("*.py") if spec.submodule_search_locations else [origin]:
+            theirs |= words_of(path)
+    listed = listed_names(ROOT / file)
+    own = (ROOT / file).parent.rglob("*.py") if name == "lightning" else [ROOT / file]
+    used = set[str]().union(*(names_in(trees_of_files()[path]) for path in own))
+    assert used & theirs - SAME == listed & theirs
+    assert listed - theirs <= {
+        "_init_training_state",
+        "_maybe_log_save_evaluate",
+        "_run_epoch",
+        "_track_num_input_tokens",
+    }
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """The private names that a module uses or defines, also as strings."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return {name for name in found if re.fullmatch(r"_[a-zA-Z]\w+", name)}
+
+
+def test_versions_have_the_bounds_of_the_extras() -> None:
+    text = (ROOT / "setup.cfg").read_text()
+    for name, bounds in VERSIONS.items():
+        oldest, above = (".".join(map(str, bound)) for bound in bounds)
+        assert f"\n    {name}>={oldest},<{above}\n" in text, name
+
+
+def test_a_version_that_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("fake")
+    monkeypatch.setitem(sys.modules, "fake", module)
+    for version in ("2.4.1", "2.7.0", "3.0"):
+        module.__version__ = version
+        with pytest.raises(ImportError, match=rf"not support lightning {version}.* 'lightning>=2\.5,<2\.7'\. \[J128\]"):
+            framework("lightning", "fake")
+    for version in ("2.5.0rc1", "2.6.6"):
+        module.__version__ = version
+        assert framework("lightning", "fake") is module
 
 
 @pytest.mark.parametrize(

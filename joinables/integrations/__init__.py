@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import warnings
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from typing_extensions import override
+
+from join.errors import advise
 
 
 def warn_if_alone(caller: str, processes: int, fix: str) -> None:
@@ -33,26 +36,51 @@ def warn_if_alone(caller: str, processes: int, fix: str) -> None:
         warnings.warn(f"{text} {fix}", stacklevel=3)
 
 
+VERSIONS = {"accelerate": ((1, 11), (2,)), "lightning": ((2, 5), (2, 7)), "transformers": ((4, 57), (6,))}
+"""By the name of a framework, its oldest version that works, and the first that is refused; as in ``setup.cfg``."""
+SCALED = ("J460", "J461", "J526")
+"""Codes of errors of losses that were not scaled."""
+
+
 @contextmanager
-def in_words_of(fixes: Mapping[str, tuple[str, str]]) -> Generator[None]:
+def in_words_of(advice: Mapping[str, str]) -> Generator[None]:
     """Return a context whose errors say what the users of a framework write, who have no ``Join`` and no loop.
 
     Args:
-        fixes: By the code of an error of this library, the first words of its advice, and the advice that replaces
-            it. Without a code, all words of the advice.
+        advice: By the code of an error of this library, the advice that replaces its own.
     """
     try:
         yield
     except BaseException as error:
-        reword(error, fixes)
+        advise(error, advice)
         raise
 
 
-def reword(error: BaseException, fixes: Mapping[str, tuple[str, str]]) -> None:
-    """Replace the advice in the text of an error, which may quote the text of another rank; see ``in_words_of``."""
-    for code, (begin, fix) in fixes.items():
-        pattern = re.compile(re.escape(begin) + (rf".*?(?= \[{code}\])" if code else ""), re.DOTALL)
-        error.args = tuple(pattern.sub(fix, each) if isinstance(each, str) else each for each in error.args)
+def framework(name: str, package: str = "") -> Any:
+    """Import a framework.
+
+    Args:
+        name: The name of its extra.
+        package: The package to import; ``""`` for ``name``.
+
+    Raises:
+        ImportError: If it is not installed, or has a version that was not tried.
+    """
+    oldest, above = (".".join(map(str, bound)) for bound in VERSIONS[name])
+    try:
+        module: Any = importlib.import_module(package or name)
+    except ImportError as error:
+        raise ImportError(
+            f"joinables.integrations.{name} needs the package {name}, which cannot be imported. Run pip install"
+            f" 'joinables[{name}]'. [J126]"
+        ) from error
+    version = tuple(map(int, re.findall(r"\d+", module.__version__)[:2]))
+    if not VERSIONS[name][0] <= version < VERSIONS[name][1]:
+        raise ImportError(
+            f"joinables.integrations.{name} does not support {name} {module.__version__}. Install a version that was"
+            f" tried: pip install '{name}>={oldest},<{above}'. [J128]"
+        )
+    return module
 
 
 class Loader:

@@ -23,12 +23,14 @@ each rank's window ends with its own loader, and the last reductions have fewer 
 A dummy batch is the rank's last batch itself, with weight 0, since the loop body of a script for a framework seldom
 expects empty batches. So the rows that a rank with a dummy passes to ``gather_for_metrics`` are dropped, and so are its
 losses in ``reduce``. Other values are refused if they may be of several batches, or of an evaluation.
+
+Private names of Accelerate: ``_dataloaders``, ``_do_sync``, ``_iterator_finished``.
 """
 
 from __future__ import annotations
 
 import importlib
-import re
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -45,17 +47,21 @@ from join import Join, JoinError
 from join.batch import Step, map_tensors, samples_in, tensors_in
 from join.collectives import SingleCollective
 from join.collectives._torch_private import pytree
+from join.errors import advise
 from join.loop import Batches
 from join.transfer import gather_trees
-from joinables.integrations import warn_if_alone
+from joinables.integrations import SCALED, framework, in_words_of, warn_if_alone
 from joinables.modules import replaced, with_methods
 
 __all__ = ["AcceleratedJoin", "check_accelerator", "gather_rows", "join_uneven_inputs"]
 
 T = TypeVar("T")
 
-OLDEST = (1, 11)
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "FSDP")
+ADVICE = dict.fromkeys(SCALED, "Call accelerator.backward(loss) for every loss of the loop.") | {
+    "J013": "List the prepared model. For a compiled model, pass keep_torch_compile=False to accelerator.unwrap_model.",
+}
+"""For codes of errors whose advice users of Accelerate cannot follow: the advice that replaces it."""
 
 
 def join_uneven_inputs(
@@ -98,13 +104,20 @@ def join_uneven_inputs(
         Exception: All errors of :class:`join.Join`.
     """
     check_accelerator(accelerator)
+    if not accelerator.gradient_state.sync_with_dataloader:
+        raise ValueError(
+            "With sync_with_dataloader=False, an accumulation window continues in the next epoch, but the windows of a"
+            " block end with it. Remove it from GradientAccumulationPlugin. [J831]"
+        )
     objects = list(joinables)
     warn_if_alone("join_uneven_inputs", accelerator.num_processes, "Without GPUs, pass cpu=True to the Accelerator.")
     if accelerator.distributed_type.value == "NO":
         return AcceleratedJoin(accelerator, [], even_batches, enable=False, process_group=SingleCollective())
     if accelerator.scaler is not None and all(listed is not accelerator.scaler for listed in objects):
         objects.append(accelerator.scaler)
-    return AcceleratedJoin(accelerator, objects, even_batches, **{"divide_by_initial_world_size": False} | arguments)
+    options = {"divide_by_initial_world_size": False} | arguments
+    with in_words_of(ADVICE):
+        return AcceleratedJoin(accelerator, objects, even_batches, **options)
 
 
 class AcceleratedJoin(Join):
@@ -138,7 +151,7 @@ class AcceleratedJoin(Join):
 
     def _change(self, accelerator: Any) -> None:
         undo = self._restore
-        undo.enter_context(scaling_losses(accelerator, self))
+        undo.enter_context(scaling_losses(accelerator, self.scale))
         undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
         undo.enter_context(accumulating_once(accelerator, lambda: self._step))
         if self._block is not None:  # it is None with enable=False
@@ -168,6 +181,8 @@ class AcceleratedJoin(Join):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._prepared.batch = None
+        if error is not None:
+            advise(error, ADVICE)
         with self._restore:
             super().__exit__(kind, error, traceback)
         if hasattr(self._loader, "dl_state_dict"):  # the loader had read ahead if a break ended the loop
@@ -297,26 +312,50 @@ def _warn_of_repeats(text: str) -> None:
 # -- steps of a block -------------------------------------------------------------------------------------------------
 
 
-def scaling_losses(accelerator: Any, join: Join) -> AbstractContextManager[None]:
-    """Return a context in which ``accelerator.backward`` scales each loss by the weight of its batch in ``join``."""
+def scaling_losses(accelerator: Any, scale: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """Return a context in which ``accelerator.backward`` scales each loss, as by the weight of its batch."""
     backward = accelerator.backward
 
     def scaled_backward(loss: Any, **named: Any) -> None:
-        backward(join.scale(loss), **named)
+        backward(scale(loss), **named)
 
     return replaced(accelerator, "backward", scaled_backward)
 
 
-def refuse_gather(_: Any) -> Any:
-    """Raise the error of ``accelerator.gather``.
+def watching_functions(check: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Return a context in which ``check`` gets the name of each function of Accelerate that gathers or reduces.
+
+    A script has its own names for ``accelerate.utils.gather`` and the like, so they cannot be replaced. Each asks for
+    ``PartialState`` before it communicates. ``pad_across_processes``, which gathers sizes, may count dummies.
+    """
+    operations: Any = importlib.import_module("accelerate.utils.operations")
+    state = operations.PartialState
+
+    def watched() -> Any:
+        frame: Any = inspect.currentframe()
+        frame = frame.f_back
+        while (caller := frame.f_back.f_globals["__name__"]).startswith("accelerate."):
+            frame = frame.f_back
+        # In the wrapper of a decorator, the function is a local name.
+        name = getattr(frame.f_locals.get("function", frame.f_code), "__name__", frame.f_code.co_name)
+        if name in ("gather", "gather_object", "reduce") and not caller.startswith("joinables."):
+            check(f"accelerat{'or' if 'self' in frame.f_locals else 'e.utils'}.{name}")
+        return state()
+
+    return replaced(operations, "PartialState", watched)
+
+
+def refuse(name: str) -> None:
+    """Raise the error of a function of Accelerate that would count dummies.
 
     Raises:
         JoinError: In any case.
     """
     raise JoinError(
-        "accelerator.gather would return rows of dummies too. Call accelerator.gather_for_metrics, which does not. For"
-        " a number that losses are divided by, call torch.distributed.all_reduce, and pass join_uneven_inputs(...,"
-        " divide_by_initial_world_size=True) and join.iterate(loader, fill_window=True). [J521]"
+        f"{name} would count dummies too. Call accelerator.gather_for_metrics, which does not, or"
+        " accelerator.reduce for a loss. For a number that losses are divided by, call"
+        " torch.distributed.all_reduce, and pass join_uneven_inputs(..., divide_by_initial_world_size=True) and"
+        " join.iterate(loader, fill_window=True). [J521]"
     )
 
 
@@ -407,7 +446,7 @@ def counting_no_dummies(
     join: Join,
     evaluates: Callable[[], bool] = bool,
     has_evaluated: Callable[[], bool] = bool,
-    gather: Callable[[Any], Any] = refuse_gather,
+    gather: Callable[[Any], Any] | None = None,
     samples: Callable[[], int] = int,
 ) -> Generator[None]:
     """Return a context in which an accelerator's collectives drop rows of dummies, and its loaders end with the loop.
@@ -417,7 +456,7 @@ def counting_no_dummies(
         join: The block with the current loop over ``iterate``.
         evaluates: Returns whether the ranks evaluate inside a step, on batches that are no dummies.
         has_evaluated: Returns whether the ranks have begun to evaluate inside the current step.
-        gather: The function that replaces ``accelerator.gather``.
+        gather: The function that replaces ``accelerator.gather``, which otherwise raises.
         samples: Returns the number of samples in the batch of the current step; 0 if that is unknown.
     """
     state = cast("object", accelerator.gradient_state)
@@ -446,16 +485,20 @@ def counting_no_dummies(
             return own(*args, **named)
         if not join.channel.place.step_of_body.in_loop:
             raise JoinError(
-                f"Ranks without data call accelerator.{name} only in the body of a loop over join.iterate. Use such a"
-                " loop, or make the call after the block. [J116]"
+                f"Ranks without data call {name} only in the body of a loop over join.iterate. Use such a loop, or make"
+                " the call after the block. [J116]"
             )
         return call(*args, **named)
 
     with ExitStack() as undo:
         undo.enter_context(replaced(accelerator, "gradient_state", gradient_state))
+        undo.enter_context(watching_functions(lambda name: in_loop(name, refuse, bool, name)))
         reduce = undo.enter_context(reducing_losses(accelerator, join))
-        for name, call in (("gather", gather), ("gather_for_metrics", gather_for_metrics), ("reduce", reduce)):
-            undo.enter_context(replaced(accelerator, name, partial(in_loop, name, call, getattr(accelerator, name))))
+        calls = {"gather_for_metrics": gather_for_metrics, "reduce": reduce, "gather": gather}
+        for name, call in calls.items():
+            if call is not None:
+                own = partial(in_loop, f"accelerator.{name}", call, getattr(accelerator, name))
+                undo.enter_context(replaced(accelerator, name, own))
         yield
 
 
@@ -511,15 +554,9 @@ def check_accelerator(accelerator: Any, caller: str = "join_uneven_inputs") -> N
         ValueError: If it trains in a way that cannot join.
         ImportError: If the version of Accelerate is too old.
     """
-    library: Any = sys.modules.get("accelerate")
-    if library is None or not isinstance(accelerator, library.Accelerator):
-        raise TypeError(
-            f"accelerator is of type {type(accelerator).__name__}. Pass an accelerate.Accelerator. To install"
-            " Accelerate, run pip install 'joinables[accelerate]'. [J117]"
-        )
-    version = tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2])
-    if version < OLDEST:
-        raise ImportError(f"{caller} does not support Accelerate {library.__version__}. Install 1.11 or newer. [J118]")
+    if not isinstance(accelerator, framework("accelerate").Accelerator):
+        kind = type(accelerator).__name__
+        raise TypeError(f"accelerator is of type {kind}. Pass an accelerate.Accelerator. [J117]")
     kind = accelerator.distributed_type.value
     if kind not in _KINDS:
         raise ValueError(

@@ -13,13 +13,17 @@ windows::
     rank with batches                                rank that is out of data
     -----------------                                ------------------------
     roll call of ``Join.iterate``                    the same
-    a window of up to k micro-batches, filled up     a window of k dummies, the last batch with loss 0
-      with dummies
+    a window of up to k micro-batches: as many as    the same number of dummies, the last batch with
+      the rank with most has; then dummies             loss 0
     all-gather of the numbers of tokens; where none  the same, with 0
       are counted, all-reduce of micro-batches
-    micro-batches, then dummies: forward, backward;  the same; it reduces nothing but zeros
-      the last one reduces gradients
+    micro-batches: forward, backward; the last       the same; it reduces nothing but zeros
+      one reduces gradients
     clip, step, log, evaluate, save                  the same
+
+A Trainer expects k micro-batches in each window, even if all ranks together have fewer. The missing micro-batches come
+first, and run no forward and none of the user's code. So no metric can count them, and the last micro-batch, which
+reduces gradients, has data.
 
 An evaluation during an epoch is a loop of its own, over a process group of its own. The rows that are gathered in each
 of its steps come from ranks with data only, so the loss is the mean over the batches of all ranks, as in a single
@@ -27,6 +31,10 @@ process.
 
 Transformers has Accelerate prepare its loaders, and Accelerate distributes one stream over all ranks. Here each rank
 has its own stream, and its loader is prepared as in a single process: batches go to the device, and nothing else.
+
+Private names of Transformers and Accelerate: ``_dataloaders``, ``_get_num_items_in_batch``, ``_init_training_state``,
+``_inner_training_loop``, ``_is_accelerate_prepared``, ``_maybe_log_save_evaluate``, ``_prepare_inputs``,
+``_run_epoch``, ``_track_num_input_tokens``.
 
 Tried on Transformers 4.57 with Accelerate 1.11, on 5.0, 5.3, 5.10 and 5.16, and on 5.20 to 5.24 with Accelerate 1.15.
 """
@@ -47,34 +55,29 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
-from typing_extensions import Self, override
 
-from join import Join, JoinError, JoinReport
+from join import Join, JoinReport
 from join.batch import emptied, samples_in, tensors_in
 from join.collectives import collective_of
+from join.collectives._torch_private import pytree
+from join.mean import mean_over_ranks
 from join.read_ahead import length_of
-from joinables.integrations import Loader, in_words_of, warn_if_alone
+from joinables.integrations import SCALED, Loader, framework, in_words_of, warn_if_alone
 from joinables.integrations.accelerate import check_accelerator, counting_no_dummies, gather_rows, scaling_losses
-from joinables.modules import replaced, with_methods
+from joinables.modules import keeping_modes, replaced, with_methods
 
 __all__ = ["JoinTrainer", "JoinTrainerMixin"]
 
 _Base: Any = Any if TYPE_CHECKING else object
-try:
-    _library: Any = importlib.import_module("transformers")
-except ImportError as missing:
-    raise ImportError(
-        "JoinTrainer needs Transformers, which cannot be imported. Run pip install 'joinables[transformers]'. [J133]"
-    ) from missing
+_library = framework("transformers")
 
 HOOKS = (
     "_get_num_items_in_batch",
     "_inner_training_loop",
+    "_maybe_log_save_evaluate",
     "_prepare_inputs",
-    "evaluation_loop",
     "get_batch_samples",
     "set_initial_training_values",
-    "training_step",
 )
 """Names of the Trainer that this class overrides or reads, so they must exist."""
 IS_ONE_METHOD = not hasattr(_library.Trainer, "_run_epoch")
@@ -84,18 +87,21 @@ PREPARED = "_is_accelerate_prepared"
 LOG_ONLY = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
 """Trainers of TRL that use the result of ``accelerator.gather`` for logs only."""
 TENSORS = "Return tensors in lists, tuples, dicts or dataclasses from the data_collator."
-ADVICE = {
-    "J067": ("Pass join.iterate(", TENSORS),
-    "J089": ("Move the prefetcher", "Call the model only in the thread that called train, and only in its steps."),
-    "J093": ("To ignore a batch", "Call super().training_step for every batch."),
-    "J421": ("Loop over join.iterate", "Call the model in training_step, or before or after train()."),
-    "J460": ("Call join.scale(", "Call self.accelerator.backward(loss) for every loss."),
-    "J461": ("Call join.scale(", "Call self.accelerator.backward(loss) for every loss."),
-    "J471": ("A loop over join.iterate has", "Remove no_sync from training_step, which the Trainer calls in it."),
-    "J536": ("Remove it,", "Remove it from the DistributedDataParallelKwargs or from the model."),
-    "J555": ("Put tensors", TENSORS),
+STOP = "To stop, set the flags of TrainerControl on all ranks in the same step, by a value that all ranks have."
+ADVICE = dict.fromkeys(SCALED, "Call self.accelerator.backward(loss) for every loss.") | {
+    "J067": TENSORS,
+    "J089": "Call the model only in the thread that called train, and only in its steps.",
+    "J092": STOP,
+    "J093": f"Call super().training_step for every batch. {STOP}",
+    "J421": "Call the model in training_step, or before or after train().",
+    "J441": "Change parameters, gradients and learning rates alike on all ranks, even if self.shadowing is true.",
+    "J471": "Remove no_sync from training_step, which the Trainer calls in it.",
+    "J521": "Call self.accelerator.gather_for_metrics. Of TRL's trainers, use SFT-, DPO-, KTO- or RewardTrainer.",
+    "J536": "Remove it from the DistributedDataParallelKwargs or from the model.",
+    "J555": TENSORS,
+    "J810": STOP,
 }
-"""For codes of errors whose advice users of a Trainer cannot follow: how it begins, and the advice that replaces it."""
+"""For codes of errors whose advice users of a Trainer cannot follow: the advice that replaces it."""
 
 
 class JoinTrainerMixin(_Base):
@@ -127,7 +133,7 @@ class JoinTrainerMixin(_Base):
     _training: ExitStack  # undoes the changes of a training of several ranks
     _epoch: ExitStack | None = None  # ends the block of the current epoch; None outside such a training
     _windows: MicroBatchWindows | None = None  # the windows of the current epoch
-    _resumed_from: str | None = None  # the checkpoint that the current training resumes
+    _length: int | None = None  # the number of batches in an epoch, on the rank with most; None if it is unknown
     _loss_counts: bool | None = None  # whether the loss depends on the number of tokens; None before that is known
     _batches_per_rank = 0.0  # the mean number of batches in the current window, without dummies
     _evaluation_group: dist.ProcessGroup | None = None
@@ -135,24 +141,22 @@ class JoinTrainerMixin(_Base):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         order = cls.__mro__
-        trainers = [base for base in order if issubclass(base, _library.Trainer)]
-        before = order[: order.index(JoinTrainerMixin)]
-        if not trainers or any(base in before and not issubclass(base, JoinTrainerMixin) for base in trainers):
+        plain = [issubclass(base, _library.Trainer) and not issubclass(base, JoinTrainerMixin) for base in order]
+        if True not in plain[order.index(JoinTrainerMixin) :] or True in plain[: order.index(JoinTrainerMixin)]:
             raise TypeError(
                 f"{cls.__name__} does not list JoinTrainerMixin before transformers.Trainer, or has no Trainer. Define"
                 f" it as class {cls.__name__}(JoinTrainerMixin, Trainer). [J134]"
             )
-        missing_hooks = [name for name in HOOKS if not hasattr(_library.Trainer, name)]
-        if missing_hooks:
+        for name in (name for name in HOOKS if not hasattr(_library.Trainer, name)):
             raise ImportError(
-                f"The Trainer of Transformers {_library.__version__} has no {missing_hooks[0]}, which JoinTrainer"
-                " needs. Install transformers 4.57 or newer. [J135]"
+                f"The Trainer of Transformers {_library.__version__} has no {name}, which JoinTrainer needs. Install a"
+                " version that it was tried with. [J135]"
             )
 
     @property
     def shadowing(self) -> bool:
         """Whether the current batch is a dummy, which must not count; its loss is 0 already."""
-        return self._windows is not None and self._windows.join.shadowing
+        return self._windows is not None and (self._windows.fills or self._windows.join.shadowing)
 
     @property
     def _plain(self) -> Any:
@@ -161,63 +165,73 @@ class JoinTrainerMixin(_Base):
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make an accelerator that does not distribute the loader of a stream over the ranks."""
+        self._plain.create_accelerator_and_postprocess()
+        accelerator = self.accelerator
+        accelerator.prepare_data_loader = partial(prepare_loader, accelerator, accelerator.prepare_data_loader)
+
     def get_train_dataloader(self) -> Any:
         """Return the loader of this rank's own stream, or of its share of a map-style data set."""
-        with own_streams(self.accelerator):
-            loader = self._plain.get_train_dataloader()
-        sampler: Any = getattr(loader, "batch_sampler", None)
-        if hasattr(sampler, "even_batches"):
-            sampler.even_batches = False  # otherwise it would repeat samples until the shares are even
+        loader = self._plain.get_train_dataloader()
+        if is_share(loader):
+            loader.batch_sampler.even_batches = False  # otherwise it would repeat samples until the shares are even
         return loader
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the loader of this rank's own stream, or the Trainer's loader of a map-style data set."""
-        with own_streams(self.accelerator):
-            return self._plain.get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return the loader of this rank's own stream, or the Trainer's loader of a map-style data set."""
-        with own_streams(self.accelerator):
-            return self._plain.get_test_dataloader(test_dataset)
-
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> tuple[Any, ...]:
-        """Compute the values from the length of an epoch on the rank with most batches, with a full last window."""
+        """Compute the values from the length of the longest loader and the samples of all ranks."""
         if self._epoch is None:
             return self._plain.set_initial_training_values(args, dataloader, *more)
-        lengths: list[Any] = collective_of(None).all_gather_object(length_of(dataloader), plain=True)
-        size = args.gradient_accumulation_steps
-        length = None if None in lengths else -(-max(lengths) // size) * size
-        self._training.callback(set_length(dataloader, length))
-        epochs, steps, *values = self._plain.set_initial_training_values(args, dataloader, *more)
-        file = Path(self._resumed_from or "", "trainer_state.json")
-        if self._resumed_from is not None and file.is_file():
-            saved = _library.TrainerState.load_from_json(str(file))
-            if None in lengths:
-                steps = StepsOfEpoch(steps).resuming(saved)
-            self._training.enter_context(beginning_at(dataloader, saved.global_step // steps))
-        return epochs, steps, *values
+        length = length_of(dataloader)
+        samples = 0 if length is None else self.num_examples(dataloader)
+        ranks = collective_of(None).all_gather_object((length, samples), plain=True)
+        lengths = [length for length, _ in ranks]
+        self._length = None if None in lengths else max(lengths)
+        self._training.callback(with_methods(dataloader, {"__len__": Loader(dataloader, self._length).__len__}))
+        if not is_share(dataloader):
+            samples = sum(samples for _, samples in ranks)
+
+        def num_examples(_: Any) -> int:
+            return samples
+
+        with replaced(self, "num_examples", num_examples):
+            return self._plain.set_initial_training_values(args, dataloader, *more)
+
+    def _init_training_state(self, max_steps: int, steps: int, epochs: int, checkpoint: Any, *more: Any) -> Any:
+        """Return the epoch, and the number of batches in it that were trained before the checkpoint.
+
+        The Trainer divides the steps of a checkpoint by the steps of an epoch. For streams without a length, an epoch
+        has ``max_steps``, so the epoch would always be the first. The checkpoint has the right one.
+        """
+        position = self._plain._init_training_state(max_steps, steps, epochs, checkpoint, *more)
+        file = Path(checkpoint or "", "trainer_state.json")
+        if self._epoch is None or self._length is not None or checkpoint is None or not file.is_file():
+            return position
+        saved = _library.TrainerState.load_from_json(str(file))
+        part, epoch = math.modf(saved.epoch or 0.0)
+        skipped = 0 if self.args.ignore_data_skip else round(part * saved.max_steps)
+        return int(epoch), skipped * self.args.gradient_accumulation_steps
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
-        if not self._is_distributed:
+        if self.args.world_size == 1:
             warn_if_alone("JoinTrainer", self.args.world_size, "Without GPUs, pass use_cpu=True to TrainingArguments.")
             return self._plain._inner_training_loop(*arguments, **named)
-        self._check_arguments()
-        self._resumed_from = named.get("resume_from_checkpoint")
+        self._check_arguments(resumes=named.get("resume_from_checkpoint") is not None)
         # The Trainer divides losses by this number itself. In Transformers 5.3, Accelerate would divide them again.
         accelerator, size = self.accelerator, self.accelerator.gradient_accumulation_steps
         accelerator.gradient_accumulation_steps = 1
         handler = self.callback_handler
-        on_train_end = handler.on_train_end
+        on_epoch_end = handler.on_epoch_end
 
-        def after_last_epoch(*args: Any, **kwargs: Any) -> Any:
+        def after_epoch(*args: Any, **kwargs: Any) -> Any:
             cast("ExitStack", self._epoch).close()
-            return on_train_end(*args, **kwargs)
+            return on_epoch_end(*args, **kwargs)
 
         try:
             with in_words_of(ADVICE), ExitStack() as self._training, ExitStack() as self._epoch:
-                self._training.enter_context(replaced(handler, "on_train_end", after_last_epoch))
+                self._training.enter_context(replaced(handler, "on_epoch_end", after_epoch))
                 return self._plain._inner_training_loop(*arguments, **named)
         finally:
             self._epoch = None
@@ -225,11 +239,11 @@ class JoinTrainerMixin(_Base):
 
     @contextmanager
     def _block(self, batches: Iterator[Any]) -> Generator[None]:
-        """Return the block of an epoch with these batches, which ends with the training or when the next begins."""
+        """Return the block of an epoch with these batches."""
         size = self.args.gradient_accumulation_steps
         try:
             with Join([self.model_wrapped, self.optimizer, self.lr_scheduler], loss_divided_by=size) as join:
-                self._windows = MicroBatchWindows(join, size, batches)
+                self._windows = MicroBatchWindows(self, join, batches)
                 yield
                 self._windows.end()
         finally:
@@ -237,18 +251,18 @@ class JoinTrainerMixin(_Base):
         self.join_report = join.report
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[Any, Any]:
-        """Return the window's micro-batches, filled up with dummies, and the number of tokens on all ranks."""
+        """Return the window's micro-batches, filled up to ``num_batches``, and the number of tokens on all ranks."""
         if self._epoch is None:
             return self._plain.get_batch_samples(epoch_iterator, num_batches, device)
-        if self._windows is None or self._windows.batches is not epoch_iterator:
-            self._epoch.close()
-            self._epoch.enter_context(self._block(epoch_iterator))
+        if self._windows is None:
+            self._epoch.enter_context(self._block(islice(epoch_iterator, self._length)))
         windows = cast("MicroBatchWindows", self._windows)
-        batches = windows.begin()
+        batches = windows.begin(num_batches)
         if not batches:
             return [], None
-        if self._loss_counts is None and self.model_accepts_loss_kwargs and "labels" in batches[0]:
-            self._loss_counts = self._find_whether_loss_counts(self._prepare_inputs(batches[0]))
+        may_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if self._loss_counts is None and may_count and "labels" in batches[0]:
+            self._loss_counts = self._find_whether_loss_counts(windows.join, self._prepare_inputs(batches[0]))
         num_items = None
         if self._loss_counts is not False:
             num_items = self._get_num_items_in_batch(
@@ -262,59 +276,59 @@ class JoinTrainerMixin(_Base):
             self._batches_per_rank = int(count) / self.args.world_size
         return windows, num_items
 
-    def _find_whether_loss_counts(self, inputs: Any) -> bool | None:
-        """Return whether the model divides its loss by ``num_items_in_batch``; ``None`` if this batch does not show it.
+    def _find_whether_loss_counts(self, join: Join, inputs: Any) -> bool | None:
+        """Return whether the loss depends on ``num_items_in_batch``; ``None`` if this batch does not show it.
 
-        The heads of many models take the number and ignore it. Their loss is a mean over the batch. All ranks call
-        this, each with a batch.
+        Many models and many a ``compute_loss`` take the number and ignore it. Their loss is a mean over the batch. All
+        ranks call this, each with a batch. ``compute_loss`` runs twice, on a copy of the Trainer that logs nothing.
         """
         if (is_scaled := getattr(self, "loss_is_scaled_for_ga", None)) is not None:  # Transformers 5.20 has it
             return is_scaled
-        if self.compute_loss_func is not None or self.label_smoother is not None:
-            return True
-        model = self.accelerator.unwrap_model(self.model_wrapped)
+        model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
         devices = {each.device for each in tensors_in(inputs) if not each.is_cpu}
-        was_training = model.training
-        model.eval()  # without dropout, and without changes of buffers
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices):
-                losses = [_loss_in(model(**inputs, num_items_in_batch=number)) for number in (1, 2)]
-        finally:
-            model.train(was_training)
-        differs = is_shown = False
-        if all(isinstance(loss, torch.Tensor) and bool(loss.isfinite()) and bool(loss) for loss in losses):
-            is_shown, differs = True, not torch.equal(*losses)
-        found = torch.tensor([is_shown, differs], dtype=torch.int64, device="cpu")
+        losses: list[Any] = []
+        with keeping_modes(model), self._counting_no_dummies(join), torch.set_grad_enabled(not self.is_fsdp_enabled):
+            model.eval()  # without dropout, and without changes of buffers
+            for number in torch.arange(1, 3, device=self.args.device):
+                trial = cast("Any", copy.copy(self))
+                trial.__dict__ = {**pytree.tree_map(torch.nn.Identity(), vars(self)), "log": _log_nothing}
+                with torch.random.fork_rng(devices):
+                    losses.append(trial.compute_loss(model, {**inputs}, num_items_in_batch=number))
+        is_shown = all(bool(loss.isfinite()) and bool(loss) for loss in losses)
+        found = torch.tensor([is_shown, is_shown and not torch.equal(*losses)], dtype=torch.int64, device="cpu")
         collective_of(None).all_reduce(found, "max").wait()
         is_shown, differs = map(bool, found)
         return differs if is_shown else None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward of a micro-batch; a dummy has the loss 0, and its gathered tensors have no rows."""
-        if self._windows is None:
+        windows = self._windows
+        if windows is None:
             return self._plain.training_step(model, inputs, num_items_in_batch)
+        as_usual, divisor = self.compute_loss_func, 1.0
         if num_items_in_batch is None:  # the mean over ranks then equals the mean over their micro-batches
-            self.current_gradient_accumulation_steps = self._batches_per_rank
-        join, logged = self._windows.join, getattr(self, "_metrics", None)  # these are numbers that TRL logs
-        only_fills = logged is not None and not join.channel.place.step.contributors
+            divisor = self.current_gradient_accumulation_steps = self._batches_per_rank
+
+        def divided(*arguments: Any, **named: Any) -> Any:
+            return as_usual(*arguments, **named) / divisor
+
         with (
-            counting_no_dummies(self.accelerator, join, gather=partial(self._gather, join)),
-            scaling_losses(self.accelerator, join),
-            replaced(self, "_metrics", copy.deepcopy(logged)) if only_fills else nullcontext(),
+            self._counting_no_dummies(windows.join),
+            scaling_losses(self.accelerator, windows.scale),
+            replaced(self, "compute_loss_func", as_usual and divided),  # a Trainer does not divide its loss
         ):
             loss = self._plain.training_step(model, inputs, num_items_in_batch)
-        return torch.zeros_like(loss) if join.shadowing else loss
+        return torch.zeros_like(loss) if self.shadowing else loss
 
-    def _gather(self, join: Join, tensor: Any) -> Any:
-        """Return the rows of data of all ranks, if the Trainer only logs them."""
-        names = [base.__name__ for base in type(self).__mro__ if not issubclass(base, JoinTrainerMixin)]
-        if not LOG_ONLY.isdisjoint(names):
-            return gather_rows(join, tensor) if join.channel.place.step.contributors else tensor
-        raise JoinError(
-            f"{names[0]} calls accelerator.gather in a step, which would return rows of dummies too. Of TRL's trainers,"
-            " JoinTrainerMixin works with SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer. In a subclass of your"
-            " own, call accelerator.gather_for_metrics. [J602]"
-        )
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *arguments: Any, **named: Any) -> None:
+        if self._epoch is not None and self._windows is None:  # at the end of an epoch
+            # It has the losses since the last log. When the training ends, the Trainer adds it to means over ranks.
+            tr_loss.copy_(mean_over_ranks(collective_of(None), tr_loss, 1.0))
+        self._plain._maybe_log_save_evaluate(tr_loss, *arguments, **named)
+
+    def _counting_no_dummies(self, join: Join) -> AbstractContextManager[None]:
+        only_logs = not LOG_ONLY.isdisjoint(base.__name__ for base in type(self).__mro__)
+        return counting_no_dummies(self.accelerator, join, gather=partial(gather_rows, join) if only_logs else None)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of a micro-batch; 0 for a dummy."""
@@ -328,14 +342,10 @@ class JoinTrainerMixin(_Base):
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **named: Any) -> Any:
         """Evaluate or predict: over streams in the same steps on all ranks, over map-style data sets as a Trainer."""
         # An evaluation marks the unwrapped model as prepared. A later training would then skip DDP.
-        is_marked = self.is_fsdp_enabled or PREPARED in vars(self.model)
-        try:
-            if not (self._is_distributed and is_stream(dataloader)):
+        with nullcontext() if self.is_fsdp_enabled else replaced(self.model, PREPARED, hasattr(self.model, PREPARED)):
+            if self.args.world_size == 1 or not is_stream(dataloader):
                 return self._plain.evaluation_loop(dataloader, *arguments, **named)
             return self._evaluate_streams(dataloader, *arguments, **named)
-        finally:
-            if not is_marked:
-                vars(self.model).pop(PREPARED, None)
 
     def _evaluate_streams(self, batches: Any, *arguments: Any, **named: Any) -> Any:
         """Run the Trainer's own loop over this rank's batches, followed by as many dummies as needed."""
@@ -354,7 +364,7 @@ class JoinTrainerMixin(_Base):
         with (
             in_words_of(ADVICE),
             Join([], process_group=group) as join,
-            counting_no_dummies(self.accelerator, join, gather=partial(self._gather, join)),
+            self._counting_no_dummies(join),
             replaced(self, "gather_function", self.accelerator.gather_for_metrics),
             replaced(self.args, "average_tokens_across_devices", False),  # each batch has its own mean
         ):
@@ -364,11 +374,7 @@ class JoinTrainerMixin(_Base):
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _is_distributed(self) -> bool:
-        return self.args.world_size > 1
-
-    def _check_arguments(self) -> None:
+    def _check_arguments(self, *, resumes: bool) -> None:
         check_accelerator(self.accelerator, "JoinTrainer")
         args = self.args
         if not args.average_tokens_across_devices:
@@ -385,12 +391,12 @@ class JoinTrainerMixin(_Base):
                 "auto_find_batch_size=True restarts the training only on the rank that is out of memory. Remove it from"
                 " TrainingArguments. [J138]"
             )
-        counted = args.include_num_input_tokens_seen
-        if counted not in ("no", False) and IS_ONE_METHOD:
+        counts = args.include_num_input_tokens_seen not in ("no", False)
+        if IS_ONE_METHOD and (counts or (resumes and isinstance(self.train_dataset, IterableDataset))):
             raise ValueError(
-                f"include_num_input_tokens_seen={counted!r} would count the tokens of dummies in Transformers"
-                f" {_library.__version__}. Remove it from TrainingArguments, or install transformers 5.3 or newer."
-                " [J763]"
+                f"{'include_num_input_tokens_seen' if counts else 'resume_from_checkpoint'} would count dummies, or not"
+                f" find the epoch of a stream, in Transformers {_library.__version__}. Remove it, or install"
+                " transformers 5.3 or newer. [J763]"
             )
         sizes = getattr(self.accelerator, "parallelism_config", None)
         context, sequence = (getattr(sizes, name, 1) for name in ("cp_size", "sp_size"))
@@ -406,47 +412,68 @@ class JoinTrainer(JoinTrainerMixin, _library.Trainer):
     """
 
 
-def _loss_in(outputs: Any) -> Any:
-    """Return the loss in the outputs of a model; ``None`` if there is none."""
-    return cast("Any", outputs).get("loss") if isinstance(outputs, dict) else outputs[0]
+def _log_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 # -- accumulation windows ---------------------------------------------------------------------------------------------
 
 
 class MicroBatchWindows:
-    """Accumulation windows of an epoch on this rank, all of one size, filled up with dummies.
+    """Accumulation windows of an epoch on this rank.
 
     The object iterates over the current window. A micro-batch is a step of ``Join.iterate`` that begins when it is
     requested; the batches that follow in its window have been read by then.
 
     Args:
+        trainer: The Trainer.
         join: The block of the epoch.
-        size: The number of micro-batches in a window.
         batches: This rank's batches.
     """
 
-    def __init__(self, join: Join, size: int, batches: Iterator[Any]) -> None:
-        self.join, self.batches, self._size = join, batches, size
+    def __init__(self, trainer: Any, join: Join, batches: Iterator[Any]) -> None:
+        self.join, self._trainer, self._size = join, trainer, trainer.args.gradient_accumulation_steps
+        self._batches = batches
         self._steps: Iterator[Any] | None = None  # None before the first window
         self._first: list[Any] = []  # the window's first micro-batch, if it has any
+        self._length = self._missing = 0  # the number of steps in the window, and of micro-batches that run before them
+        self.fills = False
+        """Whether the current micro-batch is one that no rank has."""
 
-    def begin(self) -> list[Any]:
-        """Begin the next window and return its batches on this rank, or one dummy; empty if no rank has any."""
+    def begin(self, expected: int) -> list[Any]:
+        """Begin the next window and return its batches on this rank, or one dummy; empty if no rank has any.
+
+        Args:
+            expected: The number of micro-batches that the Trainer expects.
+        """
         if is_first := self._steps is None:
-            self._steps = iter(self.join.iterate(self.batches, dummy="last", window=self._size, fill_window=True))
+            self._steps = iter(self.join.iterate(self._batches, dummy="last", window=self._size))
         self._first = list(islice(self._steps, 1))
         if is_first:
             warn_of_same_streams([] if self.join.shadowing else self._first)
+        if self._first:  # without weights, each rank weighs 1 in each step of a window
+            self._length = int(self.join.channel.place.step.total) // self.join.collective.world_size
+            self._missing = max(expected - self._length, 0)
         return self._first + ([] if self.join.shadowing else self.join.pending[: self._size - 1])
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Scale a loss, which the Trainer has divided by the tokens or micro-batches of the window: by 1, or by 0."""
+        return self.join.scale(loss * (self._length / self._size))
+
     def __len__(self) -> int:
-        return self._size
+        return self._missing + self._length
 
     def __iter__(self) -> Iterator[Any]:
         assert self._steps is not None
+        self.fills = True
+        with replaced(self._trainer, "training_step", self._without_loss):
+            yield from self._first * self._missing
+        self.fills = False
         yield from self._first
-        yield from islice(self._steps, self._size - 1)
+        yield from islice(self._steps, self._length - 1)
+
+    def _without_loss(self, *_: Any) -> torch.Tensor:
+        return torch.zeros((), device=self._trainer.args.device)
 
     def end(self) -> None:
         """Run the remaining steps of a window in which the trainer has stopped."""
@@ -466,65 +493,9 @@ def without_labels(batch: Any) -> Any:
 # -- loaders ----------------------------------------------------------------------------------------------------------
 
 
-class StepsOfEpoch(int):
-    """Number of optimizer steps in an epoch of a stream without a length, and the position in it to resume from.
-
-    A Trainer that resumes divides the steps of a checkpoint by this number. The quotient is the epoch, and the
-    remainder is the number of steps in it. The number of a stream is ``max_steps``, so the epoch would always be the
-    first. The checkpoint has the right position, and this number returns it as the quotient and the remainder.
-    """
-
-    _position = (0, 0)
-
-    def resuming(self, saved: Any) -> Self:
-        """Return this number with the position that the state of a checkpoint has."""
-        part, epoch = math.modf(saved.epoch or 0.0)
-        self._position = int(epoch), round(part * saved.max_steps)
-        return self
-
-    @override
-    def __rfloordiv__(self, _: int) -> int:
-        return self._position[0]
-
-    @override
-    def __rmod__(self, _: int) -> int:
-        return self._position[1]
-
-
-def beginning_at(loader: Any, epoch: int) -> AbstractContextManager[None]:
-    """Return a context in which a stream is in ``epoch`` or a later one.
-
-    Transformers before 5.3 sets the epoch before it skips the batches of a resumed epoch. Accelerate makes another
-    loader to skip them, and that loader sets epoch 0.
-    """
-    stream = getattr(loader, "dataset", None)
-    if not IS_ONE_METHOD or stream is None or not hasattr(stream, "set_epoch"):
-        return nullcontext()
-    as_usual = stream.set_epoch
-
-    def set_epoch(number: int) -> None:
-        as_usual(max(number, epoch))
-
-    return replaced(stream, "set_epoch", set_epoch)
-
-
-def set_length(loader: Any, length: int | None) -> Callable[[], None]:
-    """Have a loader report the length of the longest one of all ranks, and return the function that undoes this.
-
-    Args:
-        loader: This rank's loader.
-        length: The length; ``None`` for a loader without a length.
-
-    Raises:
-        TypeError: If the class of the loader cannot be changed.
-    """
-    try:
-        return with_methods(loader, {"__len__": Loader(loader, length).__len__})
-    except TypeError:
-        raise TypeError(
-            f"get_train_dataloader returned an object of type {type(loader).__name__}, which cannot have the length of"
-            " the longest loader of all ranks. Return a torch.utils.data.DataLoader. [J764]"
-        ) from None
+def is_share(loader: Any) -> bool:
+    """Return whether Accelerate distributes the samples of a loader over the ranks."""
+    return hasattr(getattr(loader, "batch_sampler", None), "even_batches")
 
 
 def is_stream(loader: Any) -> bool:
@@ -551,25 +522,20 @@ def warn_of_same_streams(batch: Any) -> None:
         )
 
 
-def own_streams(accelerator: Any) -> AbstractContextManager[None]:
-    """Return a context in which ``accelerator`` does not distribute the loader of a stream over the ranks."""
+def prepare_loader(accelerator: Any, as_usual: Callable[..., Any], loader: Any, **placement: Any) -> Any:
+    """Prepare a loader. A stream is this rank's own, so its loader is prepared as in a single process."""
+    if accelerator.num_processes == 1 or not is_stream(loader):
+        return as_usual(loader, **placement)
     module: Any = importlib.import_module("accelerate.data_loader")
-    spread = accelerator.prepare_data_loader
-
-    def prepare(loader: Any, **placement: Any) -> Any:
-        if accelerator.num_processes == 1 or not is_stream(loader):
-            return spread(loader, **placement)
-        loader = module.prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=accelerator.device_placement,
-            dispatch_batches=False,
-            non_blocking=accelerator.non_blocking,
-            use_stateful_dataloader=accelerator.use_stateful_dataloader,
-        )
-        accelerator._dataloaders.append(loader)
-        return loader
-
-    return replaced(accelerator, "prepare_data_loader", prepare)
+    loader = module.prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=accelerator.device_placement,
+        dispatch_batches=False,
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+    )
+    accelerator._dataloaders.append(loader)
+    return loader

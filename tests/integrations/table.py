@@ -114,7 +114,7 @@ ROWS = [
     Row("FSDP1", accelerate=f"J120 {DATA}test_what_is_refused"),
     Row(
         "a model that is in DDP already",
-        "J129 test_refusals::test_a_module_that_is_wrapped_already",
+        "J291 test_refusals::test_a_module_that_is_wrapped_already",
         "J291 test_fabric::test_a_module_that_is_wrapped_already",
         f"J291 {DATA}test_what_is_refused",
     ),
@@ -149,8 +149,8 @@ ROWS = [
         f"J522 {DUMMIES}test_what_a_step_gathers",
         "yours lightning.md#fabric",
         f"J521 {DUMMIES}test_what_dummies_give_is_left_out",
-        f"J602 {DUMMIES}test_a_trainer_as_it_is_and_one_that_looks_at_its_losses",
-        "J602 test_trl::test_a_trainer_that_computes_with_gathered_rows_is_refused",
+        f"J521 {DUMMIES}test_a_trainer_as_it_is_and_one_that_looks_at_its_losses",
+        "J521 test_trl::test_a_trainer_that_computes_with_gathered_rows_is_refused",
     ),
     Row(
         "evaluation in the training loop",

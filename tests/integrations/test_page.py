@@ -42,7 +42,9 @@ from tests.integrations.samples import (
 
 PACKAGE = Path(joinables.__file__).parent
 PAGES = sorted((DOCS / "frameworks").iterdir())
-EXAMPLES = [each for page in PAGES for each in examples_of(f"frameworks/{page.name}") if not each.before]
+EXAMPLES = [
+    each for page in PAGES for each in examples_of(f"frameworks/{page.name}") if not (each.before or each.apart)
+]
 TEXT = "".join(page.read_text() for page in PAGES)
 
 
@@ -55,7 +57,13 @@ def run(example: str, names: dict[str, Any], at_end_of_loop: str = "") -> None:
 def test_each_example_is_run() -> None:
     text = Path(__file__).read_text() + (Path(__file__).parent / "ray" / "page.py").read_text()
     assert [each.name for each in EXAMPLES if f'"{each.name}"' not in text] == []
-    assert sorted({page.name for page in PAGES}) == ["accelerate.md", "lightning.md", "ray.md", "transformers.md"]
+    assert sorted({page.name for page in PAGES}) == [
+        "accelerate.md",
+        "lightning.md",
+        "other.md",
+        "ray.md",
+        "transformers.md",
+    ]
 
 
 # -- Accelerate -------------------------------------------------------------------------------------------------------

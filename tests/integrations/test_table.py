@@ -9,7 +9,8 @@ import pytest
 
 from docs.errors import texts
 from docs.patterns import PAGE, page
-from joinables.integrations import reword
+from join import JoinError, PeerError
+from join.errors import advise
 from tests.integrations.table import COLUMNS, FOLDERS, ROWS
 
 HERE = Path(__file__).parent
@@ -41,7 +42,7 @@ UNREACHABLE = {
     "J115": "dummies are last batches, which are not empty",
     "J421": "a module of Lightning's is in DDP",
     "J468": "users have no Join whose weight they could set",
-    "J521": "it is Accelerate's: in a Trainer it is J602",
+    "J521": "it is Accelerate's",
     "J524": "the loader of the loop is the integration's",
     "J564": "it is of plain blocks",
     "J684": "users call joinables.Mean themselves",
@@ -60,9 +61,20 @@ def test_no_advice_is_a_loop_that_users_do_not_write(framework: str) -> None:
     advice = pytest.importorskip(f"joinables.integrations.{package}").ADVICE
     said = {code for code, text in CODES.items() if "join.iterate(" in text.words and "trainer" not in text.path.parts}
     assert said - set(advice) - set(UNREACHABLE) == set()
-    for code in filter(None, advice):
-        error, peer = RuntimeError(CODES[code].words), RuntimeError(f"rank 1 failed: JoinError: {CODES[code].words}")
+    for code, words in advice.items():
+        error, peer = (
+            JoinError(CODES[code].words),
+            PeerError(f"rank 1 failed: ValueError: {CODES[code].words}. Restart"),
+        )
         for each in (error, peer):
-            reword(each, advice)
+            advise(each, advice)
             assert "join.iterate(" not in str(each) and "join.scale(" not in str(each)
-            assert advice[code][1] in str(each) and str(each).endswith(f"[{code}]")
+            assert (each.code, each.advice) == (code, words)
+        assert str(peer).endswith(f"{words} [{code}]. Restart")
+
+
+def test_every_advice_is_for_an_error_that_exists() -> None:
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
+    from joinables.integrations.accelerate import ADVICE
+
+    assert ADVICE.keys() <= CODES.keys()

@@ -1,30 +1,21 @@
-"""Lightning's public and private names that this package uses; tried with 2.5 and 2.6."""
+"""Lightning's public and private names that this package uses; tried with 2.5 and 2.6.
+
+Private names of Lightning: ``_DataFetcher``, ``_ResultCollection``, ``_fn``, ``_forward_cache``,
+``_forward_redirection``, ``_mode``, ``_results``, ``_select_data_fetcher``, ``_setup_model``.
+"""
 
 from __future__ import annotations
 
 import importlib
-import re
+import sys
 from typing import TYPE_CHECKING, Any
 
-OLDEST = (2, 5)
+from joinables.integrations import framework
 
-_INSTALL = "Install a version that it was tried with: pip install 'lightning>=2.5,<2.7'."
-
-
-def check_version(version: str) -> None:
-    """Raise an ``ImportError`` for a version of Lightning that is too old."""
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
-        raise ImportError(f"joinables.integrations.lightning does not support lightning {version}. {_INSTALL} [J128]")
-
-
-try:
-    version: str = importlib.import_module("lightning").__version__
-except ImportError as error:
-    raise ImportError(
-        "joinables.integrations.lightning needs the package lightning, which cannot be imported. Run pip install"
-        " 'joinables[lightning]'. [J126]"
-    ) from error
-check_version(version)
+# pytorch_lightning, the older name, has the same code, but other classes.
+is_older_name = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+package = "pytorch_lightning" if is_older_name else "lightning.pytorch"
+version: str = framework("lightning", package.partition(".")[0]).__version__
 
 if TYPE_CHECKING:
 
@@ -33,19 +24,18 @@ if TYPE_CHECKING:
 
 
 try:
-    Callback: type[OfLightning] = importlib.import_module("lightning.pytorch.callbacks").Callback
-    DataFetcher: type[OfLightning] = importlib.import_module("lightning.pytorch.loops.fetchers")._DataFetcher
-    DDPStrategy: type[OfLightning] = importlib.import_module("lightning.pytorch.strategies").DDPStrategy
-    StrategyRegistry: Any = importlib.import_module("lightning.pytorch.strategies").StrategyRegistry
+    Callback: type[OfLightning] = importlib.import_module(f"{package}.callbacks").Callback
+    DataFetcher: type[OfLightning] = importlib.import_module(f"{package}.loops.fetchers")._DataFetcher
+    DDPStrategy: type[OfLightning] = importlib.import_module(f"{package}.strategies").DDPStrategy
+    StrategyRegistry: Any = importlib.import_module(f"{package}.strategies").StrategyRegistry
     ResultCollection: type[OfLightning] = importlib.import_module(
-        "lightning.pytorch.trainer.connectors.logger_connector.result"
+        f"{package}.trainer.connectors.logger_connector.result"
     )._ResultCollection
-    rank_zero_warn: Any = importlib.import_module("lightning.pytorch.utilities.rank_zero").rank_zero_warn
-    LOOPS: list[Any] = [
-        importlib.import_module(f"lightning.pytorch.loops.{name}_loop") for name in ("fit", "evaluation")
-    ]
+    rank_zero_warn: Any = importlib.import_module(f"{package}.utilities.rank_zero").rank_zero_warn
+    LOOPS: list[Any] = [importlib.import_module(f"{package}.loops.{name}_loop") for name in ("fit", "evaluation")]
     select_data_fetcher, _ = (loop._select_data_fetcher for loop in LOOPS)
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"joinables.integrations.lightning does not support lightning {version} ({error}). {_INSTALL} [J127]"
+        f"joinables.integrations.lightning does not know this lightning {version} ({error}). Install an older version."
+        " [J127]"
     ) from error

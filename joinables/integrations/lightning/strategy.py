@@ -24,9 +24,10 @@ from typing_extensions import override
 
 from join import Join
 from join.collectives import collective_of
+from join.errors import advise
 from join.joinable import NothingListed
 from join.mean import mean_over_ranks
-from joinables.integrations import reword, warn_if_alone
+from joinables.integrations import SCALED, warn_if_alone
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.loaders import Fetcher, InjectedRank, Loader, share_length, trim
 from joinables.integrations.lightning.logged import LoggedValues, metrics_of
@@ -34,40 +35,27 @@ from joinables.integrations.lightning.names import LOOPS, Callback, DDPStrategy,
 from joinables.loss_gate import LossGate
 from joinables.modules import replaced
 
-SKIP = (
-    "Return loss * 0 to ignore a batch, and call manual_backward on all ranks. Or pass JoinStrategy(weigh=function)"
-    " with a function that returns 0 for such batches."
-)
+SKIP = "To ignore a batch, return loss * 0, or return 0 for it from the function in JoinStrategy(weigh=function)."
+STOP = "To stop, set trainer.should_stop or return -1 on all ranks in the same step: strategy.reduce_boolean_decision."
 UNUSED = "Pass Trainer(strategy='join_find_unused_parameters_true')."
 TENSORS = "Yield tensors in lists, tuples, dicts or dataclasses from the loader."
-ADVICE = {
-    "J067": ("Pass join.iterate(", TENSORS),
-    "J089": ("Move the prefetcher", "Call the module only in the thread that called fit, and only in its steps."),
-    "J093": ("Run the same loop body", SKIP),
-    "J104": ("Use BatchNorm", "Pass Trainer(sync_batchnorm=False)."),
-    "J113": ("Skip it on all ranks", SKIP),
-    "J460": ("Call join.scale(", "Call self.manual_backward(loss) for every loss."),
-    "J461": ("Call join.scale(", "Call self.manual_backward(loss) for every loss."),
-    "J471": (
-        "A loop over join.iterate has",
-        "Remove no_sync from the LightningModule, whose steps all reduce gradients.",
-    ),
-    "J473": ("Call backward()", UNUSED),
-    "J536": ("Remove it,", "Remove it from the arguments of JoinStrategy, and step optimizers after the backward."),
-    "J555": ("Put tensors", TENSORS),
-    "J560": (
-        "Unfreeze or add",
-        f"Let all parameters require grad when fit begins, and freeze them in on_train_start. {UNUSED}",
-    ),
-    "": (
-        "It is recommended that you rewrite your training logic to avoid having to skip the step in the first place.",
-        SKIP,
-    ),
+ADVICE = dict.fromkeys(SCALED, "Call self.manual_backward(loss) for every loss.") | {
+    "J067": TENSORS,
+    "J089": "Call the module only in the thread that called fit, and only in its steps.",
+    "J092": STOP,
+    "J093": f"{STOP} {SKIP}",
+    "J104": "Pass Trainer(sync_batchnorm=False).",
+    "J113": SKIP,
+    "J291": "JoinStrategy wraps the whole LightningModule. Do not wrap its parts.",
+    "J441": "Change parameters and learning rates alike on all ranks. Let schedulers monitor means over ranks.",
+    "J471": "Remove no_sync from the LightningModule, whose steps all reduce gradients.",
+    "J473": UNUSED,
+    "J536": "Remove it from the arguments of JoinStrategy, and step optimizers after the backward.",
+    "J555": TENSORS,
+    "J560": f"Let all parameters require grad when fit begins, and freeze them in on_train_start. {UNUSED}",
+    "J810": STOP,
 }
-"""For codes of errors whose advice Lightning's users cannot follow: how it begins, and the advice that replaces it.
-
-An error of Lightning's own has no code: its advice is listed as a whole.
-"""
+"""For codes of errors whose advice Lightning's users cannot follow: the advice that replaces it."""
 
 
 class JoinStrategy(DDPStrategy):
@@ -85,9 +73,9 @@ class JoinStrategy(DDPStrategy):
         **options: Options of Lightning's ``DDPStrategy``, which passes others on to ``DistributedDataParallel``.
 
     Raises:
-        ValueError: If ``weigh`` is none of these; when fitting, if a validation begins in an accumulation window.
-        TypeError: When fitting, if the module contains ``DistributedDataParallel``, or a step takes
-            ``dataloader_iter``.
+        ValueError: If ``weigh`` is none of these; when fitting, if the module contains ``DistributedDataParallel``, or
+            a validation begins in an accumulation window.
+        TypeError: When fitting, if a step takes ``dataloader_iter``.
     """
 
     strategy_name: ClassVar[str] = "join"
@@ -115,12 +103,6 @@ class JoinStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Any) -> None:
         self._trainer, self._failure = trainer, None
-        for name, part in trainer.lightning_module.named_modules():
-            if isinstance(part, DistributedDataParallel):
-                raise TypeError(
-                    f"{name!r} of {type(trainer.lightning_module).__name__} is in DistributedDataParallel already, but"
-                    " JoinStrategy wraps the whole LightningModule. Do not wrap its parts. [J129]"
-                )
         super().setup(trainer)
         warn_if_alone("JoinStrategy", self.world_size, "Pass devices=... and num_nodes=... to the Trainer.")
         if self._first not in trainer.callbacks:
@@ -281,10 +263,11 @@ class FirstCallback(Callback):
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        reword(exception, ADVICE)
+        advise(exception, ADVICE)
         try:
             trainer.strategy._blocks.close(exception)  # sends it to the other ranks
         except Exception as failure:  # another rank failed first, and caused the failure of this one
+            advise(failure, ADVICE)
             trainer.strategy._failure = failure
 
 
@@ -299,13 +282,6 @@ def select_fetcher(trainer: Any, stage: Any) -> Any:
     return select_data_fetcher(trainer, stage) if fetcher is None else fetcher(trainer, stage)
 
 
-StrategyRegistry.register(
-    "join", JoinStrategy, description="DDP for uneven and empty loaders, weighed by samples", override=True
-)
-StrategyRegistry.register(
-    "join_find_unused_parameters_true",
-    JoinStrategy,
-    description="the same, for losses that do not reach all parameters",
-    override=True,
-    find_unused_parameters=True,
-)
+_OPTIONS: dict[str, Any] = {"join": {}, "join_find_unused_parameters_true": {"find_unused_parameters": True}}
+for _name, _options in _OPTIONS.items():
+    StrategyRegistry.register(_name, JoinStrategy, description="DDP for uneven loaders", override=True, **_options)

@@ -318,11 +318,11 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with launched():
         accelerate = accelerator()
-        for version in ("1.11.0", "1.16rc0", "2.0"):
+        for version in ("1.11.0", "1.16rc0"):
             monkeypatch.setattr(imported("accelerate"), "__version__", version)
             check_accelerator(accelerate)
         monkeypatch.setattr(imported("accelerate"), "__version__", "1.10.1")
-        with pytest.raises(ImportError, match=r"does not support Accelerate 1\.10\.1\. Install 1\.11 or newer"):
+        with pytest.raises(ImportError, match=r"does not support accelerate 1\.10\.1\. Install a version"):
             check_accelerator(accelerate)
 
 

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from join import JoinError
 from joinables.integrations.lightning import JoinStrategy
-from joinables.integrations.lightning.names import check_version
 from tests.ending import Ending, assert_blamed, say
 from tests.harness import assert_soon
 from tests.integrations.lightning.training import Case, Counting, Module, Stream, loader_of, quiet, trainer_of
@@ -61,7 +60,7 @@ def wrap_twice(rank: int) -> None:
     quiet(rank)
     module: Any = Module(Case())
     module.net = DistributedDataParallel(module.net)
-    with pytest.raises(TypeError, match="'net' of Module is in DistributedDataParallel already"):
+    with pytest.raises(ValueError, match=r"DistributedDataParallel twice .*net.* JoinStrategy wraps the whole .*J291"):
         trainer_of(Case()).fit(module, loader_of("stream", rank, 1))
 
 
@@ -72,10 +71,34 @@ def test_a_module_that_is_wrapped_already(ending: Ending) -> None:
 def test_arguments() -> None:
     with pytest.raises(ValueError, match="weigh='tokens' is not a known weight"):
         JoinStrategy(weigh="tokens")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ImportError, match=r"does not support lightning 2\.4\.1\. Install a version"):
-        check_version("2.4.1")
-    for version in ("2.5.0rc1", "2.6.6", "3.0"):
-        check_version(version)
+
+
+class Leaves(Module):
+    """Stops on one rank."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(Case())
+        self.how = how
+
+    def on_train_batch_start(self, batch: Any, index: int) -> int | None:
+        if index == 1 and self.trainer.global_rank == 1:
+            if self.how == "-1":
+                return -1
+            self.trainer.should_stop = True
+        return None
+
+
+def leave_alone(rank: int, how: str) -> str:
+    quiet(rank)
+    with pytest.raises(JoinError) as caught:
+        trainer_of(Case(epochs=1)).fit(Leaves(how), loader_of("stream", rank, 4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["-1", "should_stop"])
+def test_a_rank_that_stops_alone(ending: Ending, how: str) -> None:
+    for text in ending.run(leave_alone, how, ranks=2):
+        assert "To stop, set trainer.should_stop or return -1 on all ranks in the same step" in text, text
 
 
 def deal(rank: int, own: bool, size: int) -> list[int]:

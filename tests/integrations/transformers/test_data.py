@@ -83,7 +83,7 @@ def train_on_a_list(rank: int) -> int:
         trainer = trainer_of(rank, "samples", folder)
         loader = list(trainer.get_train_dataloader())
         with replaced(trainer, "get_train_dataloader", lambda: loader):
-            with pytest.raises(TypeError, match=r"get_train_dataloader returned an object of type list, .* \[J764\]"):
+            with pytest.raises(TypeError, match=r"An object of type list cannot get __len__ .* \[J764\]"):
                 trainer.train()
             loader = DataLoader(trainer.train_dataset, ROWS, collate_fn=collated)
             kind = type(loader)
@@ -118,7 +118,7 @@ def test_what_is_refused(pool: Pool) -> None:
         "average_tokens_across_devices=False counts the means of all ranks equally",
         "auto_find_batch_size=True restarts the training",
         "The module is wrapped in DistributedDataParallel twice",
-        *(["include_num_input_tokens_seen='all' would count"] if COUNTS_TOKENS_IN_ITS_LOOP else []),
+        *(["include_num_input_tokens_seen would count"] if COUNTS_TOKENS_IN_ITS_LOOP else []),
     ]
     for told in pool.run(refused, ranks=RANKS, timeout=40):
         assert [text[: len(start)] for text, start in zip(told, starts, strict=True)] == starts
@@ -136,9 +136,7 @@ def test_classes_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for bases in ((JoinTrainerMixin, Tuner), (JoinTrainer, transformers.Trainer), (JoinTrainer,)):
         type("Right", bases, {})
     monkeypatch.delattr(transformers.Trainer, "get_batch_samples")
-    with pytest.raises(
-        ImportError, match=r"has no get_batch_samples, which JoinTrainer needs\. Install transformers 4\.57 or"
-    ):
+    with pytest.raises(ImportError, match=r"has no get_batch_samples, which JoinTrainer needs\. Install a version"):
         type("Old", (JoinTrainerMixin, transformers.Trainer), {})
 
 

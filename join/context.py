@@ -663,12 +663,10 @@ class Join:
                 raise JoinError(f"{joinable.join_name} is inside another Join block. Leave that block first. [J059]")
         if not (self._enable and any(joinable.communicates for joinable in self._joinables)):
             self._block = BlockAlone(Scope([], self._throw, self._timeout, self._weight))
-            self._block.undo.callback(release, self._joinables)
             claim(self, self._joinables, enable=False, throw=False)
             return
         members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
         self._block = OpenBlock(self._collective, Scope(members, self._throw, self._timeout, self._weight))
-        self._block.undo.callback(release, self._joinables)
         arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
         self._block.enter(self, entered_with(self._joinables, arguments, self._divisor))
 
@@ -713,4 +711,6 @@ class Join:
             if self._block is not None:
                 self._block.undo.close()
         finally:
+            if self._block is not None:
+                release(self._joinables)
             self._block = None

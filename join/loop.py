@@ -126,8 +126,7 @@ class Loop(Lockstep, Iterable[T]):
     @property
     def is_open(self) -> bool:
         """Whether the loop has begun and not ended."""
-        place = self.place
-        return place is not None and place.loop is self and place.phase in (Phase.READING, Phase.RUNNING, Phase.LEFT)
+        return self.place is not None and self.place.loop is self and self.place.is_in_loop
 
     @property
     def is_last_step(self) -> bool:
@@ -179,7 +178,7 @@ class Loop(Lockstep, Iterable[T]):
             self._begin()
         elif self.is_superseded:
             raise JoinError(ONE_AT_A_TIME)
-        elif place.phase is Phase.ENDING or place.loop is not self:
+        elif place.loop is not self or not place.is_in_loop:
             return False
         else:
             self.end_step()  # first, since a rank whose body handled an error that ends the block must send nothing

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -281,7 +281,7 @@ def test_versions_have_the_bounds_of_the_extras() -> None:
 
 
 def test_a_version_that_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("fake")
+    module: Any = ModuleType("fake")
     monkeypatch.setitem(sys.modules, "fake", module)
     for version in ("2.4.1", "2.7.0", "3.0"):
         module.__version__ = version

@@ -109,6 +109,11 @@ class Place:
     loop: Lockstep | None = None
 
     @property
+    def is_in_loop(self) -> bool:
+        """Whether a loop has begun on this rank, and neither ended nor failed."""
+        return self.phase in (Phase.READING, Phase.RUNNING, Phase.LEFT)
+
+    @property
     def step_of_body(self) -> Step:
         """The step in whose body this rank is; ``PLAIN`` if it is in none, as while a loop reads."""
         return self.step if self.phase is Phase.RUNNING else PLAIN
@@ -201,9 +206,12 @@ class Channel:
 
     def close(self, scope: Scope) -> None:
         """Remove the members of a block that is left."""
-        self._places.pop(scope, None)
-        scopes = tuple(self._places)
+        place, scopes = self._places.pop(scope, self.place), tuple(self._places)
+        if scopes and place.is_in_loop:  # which is a loop of a block around this one
+            self._places[scopes[-1]] = place
         self.place = self._places[scopes[-1]] if scopes else Place()
+        if self.place.phase is Phase.DRAINING:  # of the block that is left, if this one had the same place
+            self.place.phase = Phase.PLAIN
         self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
         self.messages.resize(header=self.roster.code.bits)
         for member in scope.announcing:  # otherwise they and the last header refer to each other

@@ -104,7 +104,8 @@ class GradientSync(DDPBurst):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        self._means.attach(join.channel, self, has_comm_hook=reducer.has_comm_hook(self._ddp))
+        self._has_comm_hook = reducer.has_comm_hook(self._ddp)
+        self._means.attach(join.channel, self, has_comm_hook=self._has_comm_hook)
         self._mean = self._means.unweighted
         """The mean of the last reduction that was announced."""
         self._used = UsedParameters(self._ddp, self._parameters, join.channel)
@@ -490,10 +491,12 @@ class GradientSync(DDPBurst):
         parameters = self._parameters
         if self._memory.window.is_earlier or not self._memory.window.backwards:
             # A sharded optimizer reads the result, and so may a joinable of the user. The reducer itself learns the
-            # order of gradients before it rebuilds the buckets, and reduces the record of the used parameters.
+            # order of gradients before it rebuilds the buckets, and reduces the record of the used parameters. A comm
+            # hook may only work inside a backward.
             others = [m for m in self._channel.roster.listed if not isinstance(m.joinable, DDPBurst)]
             readers = [m for m in others if m.joinable.communicates]
-            if not (readers or self._rebuild.is_due or self._ddp.find_unused_parameters):
+            is_more = self._rebuild.is_due or self._ddp.find_unused_parameters or self._has_comm_hook
+            if not (readers or is_more):
                 parameters = []  # the end of the block overwrites their gradients
             self._drop(parameters)
         self._shadow(parameters, leads=False)

@@ -100,6 +100,7 @@ ADVICE = dict.fromkeys(SCALED, "Call self.accelerator.backward(loss) for every l
     "J536": "Remove it from the DistributedDataParallelKwargs or from the model.",
     "J555": TENSORS,
     "J810": STOP,
+    "J822": "Let the loader yield copies of its batches.",
 }
 """For codes of errors whose advice users of a Trainer cannot follow: the advice that replaces it."""
 

@@ -95,7 +95,7 @@ def in_accelerate(rank: int, function: Callable[..., list[float]], steps: int = 
 
 def train_and_log(accelerate: Any, rank: int, data: Data, names: dict[str, Any]) -> list[float]:
     """Train as the page says, and log as it says: each loss, each value of the batch, and a sum of this rank."""
-    [mean], [rows] = in_table("a loss, after"), in_table("any other value of one batch")[:1]
+    mean, rows = in_table("a loss, after")[0], in_table("any other value of one batch")[0]
     add, _, of_all = in_table("a sum of your own")
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -236,7 +236,7 @@ def in_fabric(rank: int, example: str) -> list[Trained]:
     quiet(rank)
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
     fabric.launch()
-    [subset] = re.findall(r"`(Subset\(dataset, .*\))`", TEXT)
+    [subset] = re.findall(r"`(Subset\(dataset, range\(fabric.*\))`", TEXT)
     found: list[Trained] = []
     for data in BOTH:
         net, means = Net(), list[Any]()

@@ -110,7 +110,7 @@ COSTS: dict[str, dict[str, float]] = {
 }
 
 
-@pytest.mark.parametrize("setup", all_or_each(COSTS, lambda setup: dict.fromkeys(setup.split(", "))))
+@pytest.mark.parametrize("setup", all_or_each(COSTS, lambda setup: dict.fromkeys(str(setup).split(", "))))
 def test_extra_collectives(pool: Pool, setup: str) -> None:
     plain = pool.run(profile_steps, setup, False, ranks=2)
     over_group = pool.run(profile_steps, setup, True, ranks=2, over_group=True)

@@ -231,6 +231,24 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
+        "            self._places[scopes[-1]] = place\n",
+        "            pass\n",
+        "tests/join/protocol/test_nested.py::test_a_loop_that_began_in_an_inner_block_goes_on_after_it",
+    ),
+    Mutant(
+        "join/protocol/channel.py",
+        "            self.place.phase = Phase.PLAIN\n",
+        "            pass\n",
+        "tests/join/protocol/test_nested.py::test_after_a_block_that_was_opened_in_a_loop_the_block_around_it_is_plain",
+    ),
+    Mutant(
+        "join/loop.py",
+        "        elif place.loop is not self or not place.is_in_loop:",
+        "        elif place.loop is not self:",
+        "tests/join/loop/test_state.py::test_an_iterator_that_is_kept_yields_nothing_after_its_block",
+    ),
+    Mutant(
+        "join/protocol/channel.py",
         "self.place = self._places[scopes[-1]] if scopes",
         "self.place = self.place if scopes",
         "tests/join/protocol/test_nested.py::test_a_rank_that_has_left_an_inner_block_has_data",

@@ -745,21 +745,27 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "(readers or self._rebuild.is_due or self",
-        "(readers or self",
+        "is_more = self._rebuild.is_due or self",
+        "is_more = self",
         "tests/joinables/ddp/test_headers.py::test_with_a_timeout_buffers_and_the_backward_have_headers_of_their_own",
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "self._rebuild.is_due or self._ddp.find_unused_parameters)",
-        "self._rebuild.is_due)",
+        "self._rebuild.is_due or self._ddp.find_unused_parameters or self",
+        "self._rebuild.is_due or self",
         "tests/joinables/ddp/test_exact.py::test_equals_one_process",
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "if not (readers or self",
-        "if not (self",
+        "if not (readers or is_more)",
+        "if not is_more",
         "tests/joinables/ddp/test_shadowed_backwards.py::test_a_joinable_after_the_module_reads_the_gradients",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "find_unused_parameters or self._has_comm_hook",
+        "find_unused_parameters",
+        "tests/joinables/ddp/test_shadowed_backwards.py::test_a_comm_hook_runs_inside_a_backward",
     ),
     Mutant(
         "joinables/ddp/reduction.py",

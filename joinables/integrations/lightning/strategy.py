@@ -36,6 +36,8 @@ from joinables.loss_gate import LossGate
 from joinables.modules import replaced
 
 SKIP = "To ignore a batch, return loss * 0, or return 0 for it from the function in JoinStrategy(weigh=function)."
+SKIPPED = "Skipping the `training_step` by returning None"
+"""Beginning of an error of Lightning's own, whose advice does not say what to do."""
 STOP = "To stop, set trainer.should_stop or return -1 on all ranks in the same step: strategy.reduce_boolean_decision."
 UNUSED = "Pass Trainer(strategy='join_find_unused_parameters_true')."
 TENSORS = "Yield tensors in lists, tuples, dicts or dataclasses from the loader."
@@ -54,6 +56,7 @@ ADVICE = dict.fromkeys(SCALED, "Call self.manual_backward(loss) for every loss."
     "J555": TENSORS,
     "J560": f"Let all parameters require grad when fit begins, and freeze them in on_train_start. {UNUSED}",
     "J810": STOP,
+    "J822": "Let the loader yield copies of its batches.",
 }
 """For codes of errors whose advice Lightning's users cannot follow: the advice that replaces it."""
 
@@ -264,6 +267,8 @@ class FirstCallback(Callback):
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         advise(exception, ADVICE)
+        if str(exception).startswith(SKIPPED):
+            exception.args = (f"{exception} {SKIP}",)
         try:
             trainer.strategy._blocks.close(exception)  # sends it to the other ranks
         except Exception as failure:  # another rank failed first, and caused the failure of this one

@@ -28,7 +28,7 @@ def call(rank: int, name: str, debug: bool) -> list[int]:
         accelerate, utils = accelerator(), imported("accelerate.utils")
         function, pad = getattr(utils, name), utils.pad_across_processes
         model, optimizer = accelerate.prepare(net := build("mlp"), torch.optim.SGD(net.parameters(), 0.1))
-        loader = accelerate.prepare(torch.utils.data.DataLoader(list(range(4)), batch_size=1))
+        loader = accelerate.prepare(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(4))))
         value: Any = [rank] if name == "gather_object" else torch.tensor([float(rank)])
         counts: list[int] = []
         with join_uneven_inputs(accelerate, [model, optimizer], even_batches=False) as join:

@@ -93,7 +93,11 @@ def count(rank: int) -> tuple[float, float, float]:
         metrics = trainer.train().metrics
         epochs = [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry]
         assert epochs == pytest.approx([0.4, 0.8, 1.0, 1.4, 1.8, 2.0])
-        return metrics["total_flos"], metrics["train_samples_per_second"] * metrics["train_runtime"], metrics["epoch"]
+        return (
+            trainer.state.total_flos,
+            metrics["train_samples_per_second"] * metrics["train_runtime"],
+            metrics["epoch"],
+        )
 
 
 def test_counts(pool: Pool) -> None:

@@ -94,7 +94,7 @@ def test_memory_that_is_used_again_while_a_batch_is_held(loader: Callable[[int],
 def test_a_batch_that_comes_again_is_no_fault(loader: Any) -> None:
     """Nor if the body changes it, since a plain loop sees that, too."""
 
-    def run(collective: SingleCollective) -> list[float]:
+    def run(collective: ThreadCollective) -> list[float]:
         with Join([Counter(collective)]) as join:
             return [number_in(each) for each in join.iterate(loader)]
 

@@ -13,7 +13,7 @@ import torch
 
 from join import Join, JoinError, ProtocolError
 from join.collectives import ThreadCollective, run_threads
-from tests.join.counter import Leading, blames
+from tests.join.counter import Counter, Leading, blames
 
 
 def loader(count: int, fails: bool, error: type[BaseException] = OSError) -> Iterator[int]:
@@ -160,3 +160,19 @@ def test_a_rank_that_leaves_alone_learns_it_where_another_ends_the_loop_for_all(
         return str(caught.value)
 
     assert all("Rank 0 left the loop over join.iterate in step 2" in text for text in run_threads(2, run))
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_an_iterator_that_is_kept_yields_nothing_after_its_block(enable: bool) -> None:
+    def run(collective: ThreadCollective) -> list[list[int]]:
+        join, left = Join([Counter(collective)], enable=enable), list[list[int]]()
+        with join:
+            kept = iter(join.iterate([1, 2, 3, 4], lookahead=4))
+            next(kept)
+        left.append(list(kept))
+        with join:
+            left.append(list(kept))
+            left.append(list(join.iterate([5, 6])))
+        return left
+
+    assert run_threads(2, run) == [[[], [], [5, 6]]] * 2

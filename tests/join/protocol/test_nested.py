@@ -165,3 +165,35 @@ def test_an_even_block_in_the_body_of_a_loop() -> None:
         return inner.inner.total
 
     assert run_threads(3, run) == [6] * 3  # two steps of three ranks
+
+
+def test_after_a_block_that_was_opened_in_a_loop_the_block_around_it_is_plain() -> None:
+    def run(collective: ThreadCollective) -> tuple[list[bool], str]:
+        outer, inner = pair(collective)
+        opened: Join | None = None
+        with Join([outer]) as join:
+            for _ in join.iterate([1, 2][collective.rank :]):
+                opened = opened or Join([inner]).open()
+            assert opened is not None
+            opened.close()
+            outer()
+            return [join.shadowing, opened.shadowing], join.channel.place.phase.name
+
+    assert run_threads(2, run) == [([False, False], "PLAIN")] * 2
+
+
+def test_a_loop_that_began_in_an_inner_block_goes_on_after_it() -> None:
+    def run(collective: ThreadCollective) -> tuple[list[bool], list[bool], bool]:
+        outer, inner = pair(collective)
+        dummies, lasts = list[bool](), list[bool]()
+        with Join([outer]) as join:
+            opened = Join([inner]).open()
+            for _ in join.iterate(range(2 + 2 * collective.rank)):
+                opened.close()
+                outer()
+                dummies.append(join.shadowing)
+                lasts.append(join.is_last_step)
+        return dummies, lasts, join.report.even
+
+    lasts = [False, False, False, True]
+    assert run_threads(2, run) == [([False, False, True, True], lasts, False), ([False] * 4, lasts, False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -113,3 +114,30 @@ def test_nothing_is_called_for_each_parameter(pool: Pool) -> None:
     few, many = pool.run(calls, 2)[0], pool.run(calls, 50)[0]
     assert len(few) == max(COUNTS) - COUNTS[0]
     assert few[-1] == many[-1]
+
+
+def train_with_a_hook_of_a_backward(rank: int) -> list[torch.Tensor]:
+    """As torch's own hooks do, it adds a callback, which only works inside a backward."""
+    ddp, calls = DistributedDataParallel(build("mlp")), list[int]()
+
+    def averaged(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        torch.autograd.Variable._execution_engine.queue_callback(partial(calls.append, 1))  # pyright: ignore
+        work: Any = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    hook: Any = lambda _, bucket: averaged(bucket)  # without annotations, which torch reads  # noqa: E731
+    ddp.register_comm_hook(None, hook)
+    optimizer = torch.optim.Adam(ddp.parameters())
+    with Join([ddp, optimizer], divide_by_initial_world_size=False):
+        for step in range(COUNTS[rank]):
+            x, y = batch(rank, 0, step)
+            optimizer.zero_grad()
+            (ddp(x) - y).square().mean().backward()
+            optimizer.step()
+    assert len(calls) >= max(COUNTS)
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+def test_a_comm_hook_runs_inside_a_backward(pool: Pool) -> None:
+    for parameters in pool.run(train_with_a_hook_of_a_backward):
+        torch.testing.assert_close(parameters, mlp_in_one_process(COUNTS), atol=TOLERANCE, rtol=0)

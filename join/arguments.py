@@ -185,8 +185,8 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
     if is_of_library and not isinstance(own, Collective):
         raise ValueError(
             f"A listed {type(first.join_target).__name__} communicates by torch.distributed, but process_group is a"
-            f" {type(group).__name__}. Reduce the gradients by the library of that collective: write Join([], process_group=collective), loop"
-            " over join.iterate, and call join.scale(loss). [J860]"
+            f" {type(group).__name__}. Reduce the gradients by the library of that collective: write Join([],"
+            " process_group=collective), loop over join.iterate, and call join.scale(loss). [J860]"
         )
     collective = collective_of(own)
     for other in others:

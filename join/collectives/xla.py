@@ -2,7 +2,8 @@
 
 Its ranks are the processes that ``torch_xla.launch`` has started, one for each device. Tensors may be on the CPU, from
 which they go through the device, or on the device. Devices meet only in equal programs. So each operation is a program
-of its own, and all pending work runs before it.
+of its own, and all pending work runs before it. A program starts once the one before is done. This is waited for here,
+since a rank that waits in XLA does not see that another rank has failed.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class XLACollective(Collective):
     def setup(self, rank: int, world_size: int) -> None:
         super().setup(rank, world_size)
         self._check_place(self._runtime.global_ordinal(), self._runtime.world_size())
+        self._last: Work = DONE
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -76,11 +78,13 @@ class XLACollective(Collective):
         """Run a program on the device, with a copy of ``own``, and pass the result to ``then``."""
         if own.numel() == 0:  # on all ranks
             return DONE
+        self.finish(self._last)
         argument = own.to(self._xla.device(), copy=True)
         self._xla.sync()
         result = program(argument)
         self._xla.sync()
         if own.is_cpu:
-            return Aside(lambda: then(result.cpu()))
+            self._last = Aside(lambda: then(result.cpu()))
+            return self._last
         then(result)
         return DONE

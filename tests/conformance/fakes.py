@@ -95,19 +95,29 @@ class XLA(Library):
     def __init__(self, *place: Any) -> None:
         super().__init__(*place)
         self._names = map(str, count())
+        self._running: Started | None = None
+        self._next: Started | None = None
 
     def device(self) -> str:
         return "cpu"
 
     def sync(self) -> None:
-        pass
+        """Start a program. Like XLA, wait for the one before."""
+        if self._next is not None:
+            if self._running is not None:
+                self._running.cpu()
+            self._running, self._next = self._next, None
+
+    def _program(self, tensor: torch.Tensor, combine: Combine) -> Started:
+        self._next = Started(self, next(self._names), tensor, combine)
+        return self._next
 
     def all_reduce(self, reduce_type: str, inputs: torch.Tensor) -> Started:
-        return Started(self, next(self._names), inputs, lambda tensors: REDUCTIONS[reduce_type](torch.stack(tensors)))
+        return self._program(inputs, lambda tensors: REDUCTIONS[reduce_type](torch.stack(tensors)))
 
     def all_gather(self, value: torch.Tensor, dim: int = 0, pin_layout: bool = True) -> Started:
         assert not pin_layout
-        return Started(self, next(self._names), value, lambda tensors: torch.cat(tensors, dim))
+        return self._program(value, lambda tensors: torch.cat(tensors, dim))
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Tests on the ranks of PyTorch/XLA, on the CPU: ``python -m tests.xla.run 1``, or ``2`` for two ranks.
 
-``torch_xla.launch`` runs several ranks of the CPU as threads of a process, each with a device. Each has programs of its
-own, and on a CPU an operation meets only operations of the same program, unless it names a channel. XLA ends the process
-10 s after an operation that does not meet. So with several ranks, all operations here are gathers with a channel.
+``torch_xla.launch`` runs several ranks of the CPU as threads of a process, each with a device and with programs of its
+own. On a CPU, an operation meets only operations of the same program, unless it names a channel. So with several ranks,
+all operations here are gathers that name a channel. XLA ends the process 10 s after an operation that does not meet.
 """
 
 from __future__ import annotations

@@ -184,9 +184,10 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
     is_of_library = isinstance(group, Collective) and not isinstance(group, (SingleCollective, TorchCollective))
     if is_of_library and not isinstance(own, Collective):
         raise ValueError(
-            f"A listed {type(first.join_target).__name__} communicates by torch.distributed, but process_group is a"
-            f" {type(group).__name__}. Reduce the gradients by the library of that collective: write Join([],"
-            " process_group=collective), loop over join.iterate, and call join.scale(loss). [J860]"
+            f"process_group={type(group).__name__} is a collective of another library, but the list has an object that"
+            f" communicates by torch.distributed ({type(first.join_target).__name__}). Write Join([],"
+            " process_group=collective), reduce gradients by that library, loop over join.iterate, and call"
+            " join.scale(loss). [J860]"
         )
     collective = collective_of(own)
     for other in others:

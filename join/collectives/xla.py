@@ -1,7 +1,7 @@
 """:class:`Collective` over PyTorch/XLA: :class:`XLACollective`. Constructing one imports ``torch_xla``.
 
-Its ranks are the processes that ``torch_xla.launch`` has started, one for each device. Tensors may be on the CPU, from
-which they go through the device, or on the device. Devices meet only in equal programs. So each operation is a program
+Its ranks are the processes that ``torch_xla.launch`` has started, one for each device. Tensors may be on
+the device, or on the CPU, and are then copied to the device. Devices meet only in equal programs. So each operation is a program
 of its own, and all pending work runs before it. A program starts once the one before is done. This is waited for here,
 since a rank that waits in XLA does not see that another rank has failed.
 """

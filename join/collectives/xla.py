@@ -1,9 +1,9 @@
 """:class:`Collective` over PyTorch/XLA: :class:`XLACollective`. Constructing one imports ``torch_xla``.
 
-Its ranks are the processes that ``torch_xla.launch`` has started, one for each device. Tensors may be on
-the device, or on the CPU, and are then copied to the device. Devices meet only in equal programs. So each operation is a program
-of its own, and all pending work runs before it. A program starts once the one before is done. This is waited for here,
-since a rank that waits in XLA does not see that another rank has failed.
+Its ranks are the processes that ``torch_xla.launch`` has started, one for each device. Tensors may be on the device. If
+they are on the CPU, they are copied to the device and back. Devices meet only in equal programs. So each operation is a
+program of its own, and all pending work runs before it. A program starts once the one before is done. This is waited
+for here, since a rank that waits in XLA does not see that another rank has failed.
 """
 
 from __future__ import annotations

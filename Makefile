@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-night test-torch test-accelerator test-gpu test-quiet test-hosts test-scripts test-wheel soak test-frameworks test-engines mutants check bench pictures outputs docs test-docs wheel clean
+.PHONY: help demo test test-all test-night test-torch test-accelerator test-gpu test-quiet test-hosts test-scripts test-wheel soak test-frameworks test-engines test-horovod test-xla mutants check bench pictures outputs docs test-docs wheel clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -31,6 +31,8 @@ help:
 	@echo 'All of these create .venv when it is missing; PYTHON=... picks the interpreter.'
 	@echo 'make test-frameworks runs the tests inside training frameworks, in .venv-frameworks (minutes, once).'
 	@echo 'make test-engines runs the tests of engines, DeepSpeed included, in .venv-engines (minutes, once).'
+	@echo 'make test-horovod builds Horovod into .venv-horovod (minutes, once), and trains under horovodrun.'
+	@echo 'make test-xla runs the tests of collectives over PyTorch/XLA on the CPU, in .venv-xla (gigabytes, once).'
 
 demo: .venv/.demo-installed
 	$(BIN)/python -m demo
@@ -98,6 +100,15 @@ test-frameworks: .venv-frameworks/.installed
 test-engines: .venv-engines/.installed
 	TESTS=all .venv-engines/bin/python -m pytest -n $(JOBS) tests/engines
 
+test-horovod: .venv-horovod/.installed
+	PATH=$$PWD/.venv-horovod/bin:$$PATH horovodrun --gloo -np 2 python -W error -m tests.horovod.run
+	PATH=$$PWD/.venv-horovod/bin:$$PATH horovodrun --gloo -np 4 python -W error -m tests.horovod.run
+
+# Two ranks of the CPU are threads, each with a device.
+test-xla: .venv-xla/.installed
+	.venv-xla/bin/python -m tests.xla.run 1
+	.venv-xla/bin/python -m tests.xla.run 2
+
 mutants: .venv/.test-installed
 	$(BIN)/python -m tests.mutants
 
@@ -154,6 +165,17 @@ clean:
 .venv-engines/.installed: setup.cfg constraints.txt
 	$(PYTHON) -m venv .venv-engines
 	.venv-engines/bin/python -m pip install -c constraints.txt -e '.[test,deepspeed]'
+	@touch $@
+
+.venv-horovod/.installed: tests/horovod/build.sh tests/horovod/cxx setup.cfg constraints.txt
+	tests/horovod/build.sh $(PYTHON) .venv-horovod
+	@touch $@
+
+# PyTorch/XLA has a release for each release of torch, up to 2.9.
+.venv-xla/.installed: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed '/^torch==/d' constraints.txt >$(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e . pytest numpy torch==2.9.0 torch_xla==2.9.0
 	@touch $@
 
 .venv-docs/.installed: tests/docs/package.json

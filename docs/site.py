@@ -60,6 +60,7 @@ NAVIGATION: dict[str, Any] = {
         "Optimizers that shard themselves": "howto/sharded_optimizer.md",
         "Engines that count micro-batches": "howto/counting_engine.md",
     },
+    "Horovod and PyTorch/XLA": "backends.md",
     "Recipes": {},  # the other recipes
     "Tutorials": {"The demo": "howto/demo.md"},  # and all scripts and notebooks in tutorials
     "When it goes wrong": {

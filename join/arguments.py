@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from join.collectives import Collective, SingleCollective, collective_of
+from join.collectives import Collective, SingleCollective, TorchCollective, collective_of
 from join.errors import wrong_kind, wrong_value
 from join.joinable import Joinable, JoinHook
 from join.registry import joinables_of
@@ -170,16 +170,26 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
     """
     communicating = [joinable for joinable in joinables if joinable.communicates]
     if not communicating:
-        if enable and not is_alone(None):
+        collective = SingleCollective() if group is ... or is_alone(group) else collective_of(group)
+        if enable and (collective.world_size > 1 or not is_alone(None)):
             names = ", ".join(joinable.join_name for joinable in joinables)
             raise ValueError(
                 f"Join([{names}]) lists no object that communicates. Add the DistributedDataParallel module, or another"
-                " Joinable, to the list. If the loop reduces gradients itself, write Join([], process_group=None), and"
-                " loop over join.iterate. [J013]"
+                " Joinable, to the list. If the loop reduces gradients itself, write Join([], process_group=None), or"
+                " with the collective of another library, and loop over join.iterate. [J013]"
             )
-        return SingleCollective() if group is ... or is_alone(group) else collective_of(group)
+        return collective
     first, *others = [joinable for joinable in communicating if joinable.has_own_group] or communicating
-    collective = collective_of(first.join_process_group)
+    own = first.join_process_group
+    is_of_library = isinstance(group, Collective) and not isinstance(group, (SingleCollective, TorchCollective))
+    if is_of_library and not isinstance(own, Collective):
+        raise ValueError(
+            f"process_group={type(group).__name__} is a collective of another library, but the list has an object that"
+            f" communicates by torch.distributed ({type(first.join_target).__name__}). Write Join([],"
+            " process_group=collective), reduce gradients by that library, loop over join.iterate, and call"
+            " join.scale(loss). [J860]"
+        )
+    collective = collective_of(own)
     for other in others:
         if collective_of(other.join_process_group) is not collective:
             #: If no listed object is on that group, pass an empty list and the group. The ranks of smaller groups then
@@ -198,7 +208,8 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
 
 def is_alone(group: Any) -> bool:
     """Return whether ``group`` is the default process group, and there is none because this process is the only one."""
-    return group is None and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") == "1"
+    sizes = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "HOROVOD_SIZE"))
+    return group is None and not dist.is_initialized() and all(size == "1" for size in sizes)
 
 
 def collective_to_tell(objects: Sequence[Any], group: Any) -> Collective | None:

@@ -318,6 +318,18 @@ class Collective(ABC):
         """Never run the group's destructor, which would wait for an operation that no other rank joins."""
 
     @final
+    def _check_place(self, rank: int, world_size: int) -> None:
+        """Check the arguments of ``setup`` against the numbers that the library has given this process."""
+        own = self.rank, self.world_size
+        if own != (rank, world_size):
+            self.teardown()
+            raise ValueError(
+                f"setup(rank={own[0]}, world_size={own[1]}) does not fit this {type(self).__name__}: its library has"
+                f" started this process as rank {rank} of {world_size}. Pass these numbers, and start the script by the"
+                " library's launcher. [J864]"
+            )
+
+    @final
     def _check_source(self, source: int) -> None:
         if not 0 <= source < self.world_size:
             raise ValueError(f"source={source} is not a rank. Pass a rank from 0 to {self.world_size - 1}. [J031]")
@@ -408,6 +420,18 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     In this form a backend can copy dtypes that it does not support.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element has any stride
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor with the same numbers, in a dtype that every library can reduce."""
+    least = torch.float32 if tensor.is_floating_point() else torch.int32
+    return tensor.detach().to(torch.promote_types(tensor.dtype, least)).contiguous()
+
+
+@torch.no_grad()
+def put_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
+    """Write the result of an operation on a :func:`widened` tensor into the tensor."""
+    tensor.copy_(result)
 
 
 def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:

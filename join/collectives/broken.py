@@ -16,6 +16,8 @@ import torch.distributed as dist
 _GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\]|Application timeout caused pair closure")
 # Ranks of a companion connect with each other on first use. The text names the address that did not answer.
 _UNREACHABLE = re.compile(r"connecting: |SO_ERROR")
+# Horovod raises it for each operation once the process of a rank has ended, or a rank has shut Horovod down.
+_HOROVODS = "HorovodInternalError"
 _DEPTH = 8  # the length of the chain of exceptions that is searched
 
 CALL_THE_SAME = "Call the same operation on all ranks, or pass a longer timeout."
@@ -43,8 +45,9 @@ def is_broken(error: BaseException, *, stores: bool = True) -> bool:
         stores: Whether an exception of a store counts, too.
     """
     for cause in _causes(error):
-        is_of_gloo = type(cause) is RuntimeError and _GLOO.search(str(cause)) is not None
-        if is_of_gloo or isinstance(cause, BrokenCollective) or (stores and isinstance(cause, dist.DistError)):
+        is_of_library = type(cause) is RuntimeError and _GLOO.search(str(cause)) is not None
+        is_of_library |= type(cause).__name__ == _HOROVODS  # its class is known only where Horovod is installed
+        if is_of_library or isinstance(cause, BrokenCollective) or (stores and isinstance(cause, dist.DistError)):
             return True
     return False
 

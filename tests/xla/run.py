@@ -1,0 +1,83 @@
+"""Tests on the ranks of PyTorch/XLA, on the CPU: ``python -m tests.xla.run 1``, or ``2`` for two ranks.
+
+``torch_xla.launch`` runs several ranks of the CPU as threads of a process, each with a device and with programs of its
+own. On a CPU, an operation meets only operations of the same program, unless it names a channel. So with several ranks,
+all operations here are gathers that name a channel. XLA ends the process 10 s after an operation that does not meet.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Callable
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+import pytest
+import torch
+import torch_xla  # pyright: ignore[reportMissingImports]
+import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
+import torch_xla.runtime  # pyright: ignore[reportMissingImports]
+
+from join.collectives import Collective
+from join.collectives.xla import XLACollective
+from tests.conformance.collective_suite import CHECKS, conforms
+
+HANGS_AFTER_SECONDS = 240
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    xm.REDUCE_SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
+    xm.REDUCE_MIN: lambda rows: rows.amin(0),
+    xm.REDUCE_MAX: lambda rows: rows.amax(0),
+}
+_gather = xm.all_gather
+
+
+def gather_by_channel(value: torch.Tensor, dim: int = 0, pin_layout: bool = False) -> torch.Tensor:
+    everyone = [list(range(torch_xla.runtime.world_size()))]
+    return _gather(value, dim, everyone, pin_layout=pin_layout, channel_id=1, use_global_device_ids=True)
+
+
+def reduce_by_channel(kind: str, value: torch.Tensor) -> torch.Tensor:
+    return REDUCTIONS[kind](gather_by_channel(value[None]))
+
+
+def on_device(collective: Collective) -> None:
+    """Tensors on the device stay there."""
+    rank, size = collective.rank, collective.world_size
+    device = torch_xla.device()
+    tensor = torch.tensor([rank, 2.0], device=device)
+    collective.all_reduce(tensor).wait()
+    assert tensor.device == device and tensor.tolist() == [sum(range(size)), 2.0 * size]
+    collective.broadcast(tensor.fill_(rank), size - 1).wait()
+    assert tensor.tolist() == [size - 1, size - 1]
+    outputs = [torch.zeros(2, device=device) for _ in range(size)]
+    collective.all_gather(tensor.fill_(rank), outputs).wait()
+    assert [output.tolist() for output in outputs] == [[each, each] for each in range(size)]
+
+
+def run(index: int, *checks: Callable[[Collective], None]) -> None:
+    """Run checks on a rank."""
+    faulthandler.dump_traceback_later(HANGS_AFTER_SECONDS, exit=True)
+    torch.set_num_threads(1)
+    rank, size = torch_xla.runtime.global_ordinal(), torch_xla.runtime.world_size()
+    if size > 1:
+        xm.all_gather, xm.all_reduce = gather_by_channel, reduce_by_channel
+    collective = XLACollective()
+    with pytest.raises(ValueError, match=rf"as rank {rank} of {size}\. .*\[J864\]"):
+        collective.setup(rank, size + 1)
+    collective.setup(rank, size)
+    for check in checks:
+        check(collective)
+    collective.teardown()
+    count = sum(len(CHECKS) + 1 if check is conforms else 1 for check in checks)
+    print(f"rank {rank} of {size}: {count} passed, 0 failed", flush=True)
+
+
+def main(ranks: int) -> None:
+    os.environ["CPU_NUM_DEVICES"] = str(ranks)
+    torch_xla.launch(run, args=(conforms, on_device))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

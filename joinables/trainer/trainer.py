@@ -121,10 +121,9 @@ class Trainer(TrainerState):
             ends the epoch with the first rank that is out of data, and ``"error"`` raises.
         callbacks: Objects that are called at certain points of a run.
         default_root_dir: The folder for files; by default, the current directory.
-        logger: A logger or several, which receive the metrics: ``CSVLogger``, ``TensorBoardLogger``, a logger of
-            Lightning, or any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. ``True`` is a
-            ``CSVLogger``, and ``False`` no logger. ``None`` is a ``CSVLogger``, too, but a warning says if it cannot
-            write, and the run continues.
+        logger: A logger or several, which receive the metrics: ``CSVLogger()``, a logger of Lightning, or any object
+            with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. With ``None`` or ``False``, nothing is logged.
+            If a logger raises, the fit continues, and a warning has the reason.
         log_every_n_steps: The number of optimizer steps between the values of single steps that loggers receive; 0 for
             none.
         enable_progress_bar: Whether rank 0 shows its progress on stderr; by default, if stderr is a terminal or this is
@@ -186,7 +185,7 @@ class Trainer(TrainerState):
         self.max_steps, self.seed, self.uneven = max_steps, seed, uneven
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
         shows = is_watched() if enable_progress_bar is None else enable_progress_bar
-        logs = Logs(loggers_of(logger), log_every_n_steps, may_fail=logger is None)
+        logs = Logs(loggers_of(logger), log_every_n_steps)
         self.callbacks = _in_order(callbacks, [*[ProgressBar()] * shows, *[logs] * bool(logs.loggers)])
         self.default_root_dir = Path(default_root_dir or ".").absolute()
         self.metrics = {}

@@ -164,8 +164,8 @@ class DDPStrategy(Strategy):
         ddp_comm_wrapper: A wrapper of the hook, such as ``fp16_compress_wrapper``.
         timeout: Seconds that a rank waits for the others in an epoch, as in ``Join``. With a
             timeout, every rank waits for the others before each backward, whether the data are even or not.
-        cluster_environment: The launcher that has started the processes, if it is not torchrun, SLURM or MPI. Then the
-            environment variables of these are not read.
+        cluster_environment: The launcher that has started the processes, such as SLURM or MPI, if it is not torchrun.
+            Then torchrun's environment variables are not read.
         **ddp_kwargs: Other arguments of ``DistributedDataParallel``.
     """
 

@@ -1,8 +1,8 @@
 """Training, validation, test and prediction in one call each: :class:`Trainer`.
 
 A call runs one function, :func:`work`, on every rank and returns its result. The trainer starts the processes, or
-torchrun, SLURM or MPI have started them; all the rest is the same in both cases. The process that called receives the
-weights, the optimizer state, the counters and the metrics. So a second ``fit`` continues after the first.
+a launcher such as torchrun has started them; all the rest is the same. The process that called receives the weights,
+the optimizer state, the counters and the metrics. So a second ``fit`` continues after the first.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ class Trainer(TrainerState):
     """Trainer of modules on one process or many, whose numbers of batches may differ.
 
     Args:
-        devices: The number of processes on this node. ``"auto"`` is the number of processes that torchrun, SLURM or MPI
-            have started; without a launcher one for each GPU, or 1.
+        devices: The number of processes on this node. ``"auto"`` is the number of processes that torchrun has
+            started; without torchrun one for each GPU, or 1.
         num_nodes: The number of nodes. More than one needs a launcher, such as torchrun.
         accelerator: ``"cpu"``, or torch's name of the devices of this machine, such as ``"cuda"``. ``"gpu"`` is this
             machine's accelerator under any name. ``"auto"`` is the accelerator if there is one, and the CPU otherwise.
         strategy: A name from ``strategies()``, or a ``Strategy``. ``"auto"`` is ``"single"`` for one process and
-            ``"ddp"`` for several. With ``"single"`` under torchrun, SLURM or MPI, each process trains by itself.
+            ``"ddp"`` for several. With ``"single"`` under torchrun, each process trains by itself.
         precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
         max_epochs: The number of epochs to stop after, over all fits; -1 for no limit. The default is one epoch, or no
             limit if ``max_steps`` is set.
@@ -122,8 +122,8 @@ class Trainer(TrainerState):
         callbacks: Objects that are called at certain points of a run.
         default_root_dir: The folder for files; by default, the current directory.
         logger: A logger or several, which receive the metrics: ``CSVLogger()``, a logger of Lightning, or any object
-            with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. With ``None`` or ``False``, nothing is logged.
-            If a logger raises, the fit continues, and a warning has the reason.
+            with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. With ``None`` or ``False``, nothing is
+            logged. If a logger raises, the fit continues, and a warning has the reason.
         log_every_n_steps: The number of optimizer steps between the values of single steps that loggers receive; 0 for
             none.
         enable_progress_bar: Whether rank 0 shows its progress on stderr; by default, if stderr is a terminal or this is
@@ -383,7 +383,7 @@ class Trainer(TrainerState):
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process; outside a run 0, or the rank that torchrun, SLURM or MPI have set."""
+        """Rank of this process; outside a run 0, or the rank that torchrun has set."""
         if self._run is not None:
             return self._run.collective.rank
         environment = self._environment
@@ -513,8 +513,8 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: str | 
     too_many = (num_nodes > 1 and started is None) or (gpus is not None and devices != "auto" and devices > gpus)
     if wanted < 1 or too_many or (started not in (None, wanted) and not (alone and wanted == 1)):
         raise ValueError(
-            f"{devices=} and {num_nodes=} do not fit this machine's GPUs ({gpus}) or the processes that torchrun,"
-            f" SLURM, MPI or cluster_environment started ({started}). Remove devices and num_nodes from the Trainer's"
+            f"{devices=} and {num_nodes=} do not fit this machine's GPUs ({gpus}) or the processes that torchrun or"
+            f" cluster_environment started ({started}). Remove devices and num_nodes from the Trainer's"
             " arguments, or pass strategy='single' to have each process train by itself. [J172]"
         )
     return wanted

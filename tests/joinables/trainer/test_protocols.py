@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import random
-import socket
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,7 @@ from joinables.trainer import DDPStrategy, FileCheckpointIO, ModelCheckpoint, Tr
 from tests.ending import Ending, assert_blamed
 from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, loader
-from tests.joinables.trainer.ranks import trainer
+from tests.joinables.trainer.ranks import free_port, trainer
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
 
 
@@ -30,14 +28,6 @@ def cluster(rank: Any = 1, ranks: Any = 3, local: Any = 0, port: Any = 1, host: 
     """A cluster whose ranks are all on nodes of their own."""
     numbers = {"global_rank": lambda: rank, "world_size": lambda: ranks, "local_rank": lambda: local}
     return SimpleNamespace(**numbers, main_address=host, main_port=port)
-
-
-def free_port() -> int:
-    """A port below those that the system gives to others meanwhile."""
-    while True:
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("127.0.0.1", random.randrange(20000, 30000)))
-            return one.getsockname()[1]
 
 
 def in_cluster(rank: int, port: int) -> Any:

@@ -33,6 +33,7 @@ from joinables._torch import reducer
 from joinables._torch.objects import mark_stepped
 from joinables.loss_gate import LossGate, leaves_of
 from joinables.modules import replaced
+from joinables.trainer.arguments import REST
 from joinables.trainer.launch import ClusterEnvironment, Environment, Launcher, StartMethod, environment_of
 
 if TYPE_CHECKING:
@@ -364,22 +365,6 @@ def strategies() -> dict[str, str]:
     return {name: description for name, (_, description) in sorted(_registry.items())}
 
 
-_OWN = "Derive a Strategy that makes a Collective of its own in setup, or write a loop in a Join block"
-_FSDP = (
-    "FSDP communicates inside a training step, so ranks without data would run your step on dummy batches. Write a loop"
-    " over join.iterate, which does that"
-)
-_XLA = f"torch_xla compiles its collectives into programs for a device that the tests of joinables do not have. {_OWN}"
-_REFUSED = {
-    "horovod": f"Horovod does not build against the supported versions of torch. {_OWN}, under horovodrun",
-    "xla": _XLA,
-    "tpu": _XLA,
-    "fsdp": _FSDP,
-    "fsdp2": _FSDP,
-}
-"""Names of strategies of other trainers that this one does not have: the reason, and what to do instead."""
-
-
 def strategy_of(strategy: str | Strategy) -> Strategy:
     """Return ``strategy``, or a new one if it is a registered name.
 
@@ -388,9 +373,6 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
     """
     if isinstance(strategy, Strategy):
         return strategy
-    if strategy not in _registry and (reason := _REFUSED.get(strategy)):
-        #: "Other backends" on the page "Training without writing a loop" has the reasons.
-        raise ValueError(f"strategy={strategy!r} is not supported. {reason}. [J702]")
     if strategy not in _registry:
-        raise ValueError(f"strategy={strategy!r} is unknown. Use one of {', '.join(strategies())}. [J266]")
+        raise ValueError(f"strategy={strategy!r} is unknown. Use one of {', '.join(strategies())}. {REST}. [J266]")
     return _registry[strategy][0]()

@@ -29,7 +29,7 @@ from joinables.modules import keeping_modes, replaced
 from joinables.processes import ending_forks
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
-from joinables.trainer.arguments import check_choice, check_kinds
+from joinables.trainer.arguments import REST, check_choice, check_kinds, lacking
 from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, checkpoint_io_of, load_checkpoint
 from joinables.trainer.data import order_seed
 from joinables.trainer.files import temporary_folder
@@ -47,30 +47,6 @@ logger = logging.getLogger("joinables")
 Checkpoint: TypeAlias = "str | os.PathLike[str] | None"
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-_SHORTER = "Pass loaders over torch.utils.data.Subset(dataset, range(n))"
-_ELSEWHERE = {
-    **{f"limit_{stage}_batches": _SHORTER for stage in ("train", "val", "test", "predict")},
-    "fast_dev_run": f"Pass Trainer(max_epochs=1, logger=False). {_SHORTER}",
-    "val_check_interval": "Validation follows each epoch. Shorten epochs with torch.utils.data.Subset",
-    "check_val_every_n_epoch": "Validation follows each epoch. Train on torch.utils.data.ConcatDataset([dataset] * n)",
-    "num_sanity_val_steps": "Remove it, and call validate(module, loader) before fit",
-    "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_train_start",
-    "deterministic": "Call torch.use_deterministic_algorithms(True) in on_train_start",
-    "plugins": "Pass Trainer(strategy=DDPStrategy(cluster_environment=...)) or Trainer(checkpoint_io=...)",
-    "sync_batchnorm": "Write a loop over join.iterate",
-    "max_time": "Set trainer.should_stop = True in a callback's on_train_epoch_end",
-    "min_epochs": "Set trainer.should_stop = False in on_train_epoch_end of a callback after EarlyStopping",
-    "enable_checkpointing": "Remove it. Only a ModelCheckpoint in callbacks= writes checkpoints",
-    "enable_model_summary": "Remove it. The trainer prints no summary, and print(module) prints one",
-    "use_distributed_sampler": "Remove it. A sampler with an attribute num_replicas distributes its samples itself",
-    **dict.fromkeys(("train_dataloaders", "val_dataloaders", "dataloaders"), "Pass loaders as {}"),
-    "datamodule": "Pass loaders as {}. Call its methods prepare_data, setup and train_dataloader for them",
-}
-"""Arguments of Lightning's ``Trainer`` and its methods that this one does not have, and what to do instead.
-
-The names of the loaders of the called method replace braces.
-"""
 
 
 @dataclass(frozen=True)
@@ -228,11 +204,11 @@ class Trainer(TrainerState):
                 distributes them itself.
             val_loader: Batches to validate on after every epoch.
             ckpt_path: A checkpoint to resume from, with its weights, instead of the last fit.
-            **others: None; names of Lightning's arguments raise an error that says what to pass instead.
+            **others: None; unknown names raise an error.
         """
-        check_module(module, "fit", calls_val_dataloader=val_loader is not None)
+        check_module(module, "fit", {})
         if val_loader is not None:
-            check_module(module, "validate")
+            check_module(module, "validate", {})
         if not (is_limit(self.max_epochs) or is_limit(self.max_steps)):
             raise ValueError(
                 f"max_epochs={self.max_epochs} and max_steps={self.max_steps} set no end to this fit. Set one of them"
@@ -277,7 +253,7 @@ class Trainer(TrainerState):
     ) -> Result:
         """Run a stage on all ranks, and bring its results into this process."""
         _refuse_unknown(getattr(self, stage), others)
-        check_module(module, stage)
+        check_module(module, stage, loaders)
         loaders = {name: _checked_loader(name, loader) for name, loader in loaders.items()}
         self.callbacks = _in_order(self.callbacks)  # the user may have changed them
         if self._run is not None:
@@ -340,6 +316,9 @@ class Trainer(TrainerState):
             self.load_state_dict({"epochs": 0, "global_step": 0, "callbacks": copy.deepcopy(self._first_states)})
         for callback in self.callbacks:
             self._first_states.setdefault(callback.state_key, copy.deepcopy(callback.state_dict()))
+
+    def __getattr__(self, name: str) -> Never:
+        raise AttributeError(name) if name.startswith("_") else lacking("Trainer", name, Trainer)
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process receives these states with its task.
@@ -467,11 +446,8 @@ class Trainer(TrainerState):
 def _refuse_unknown(called: Callable[..., Any], names: Iterable[str]) -> None:
     """Raise a ``TypeError`` for the first name, which is not an argument of the class or method that was called."""
     known = [*inspect.signature(called).parameters][:-1]
-    loaders = " and ".join(each for each in known if "loader" in each) or "arguments of fit, validate, test or predict"
     for name in names:
-        instead = _ELSEWHERE.get(name, f"Use one of {', '.join(known)}").format(loaders)
-        #: For an argument of Lightning's Trainer, do what the message says. Otherwise pass an argument that it lists.
-        raise TypeError(f"{called.__name__} has no argument {name!r}. {instead}. [J643]")
+        raise TypeError(f"{called.__name__} has no argument {name!r}. Use one of {', '.join(known)}. {REST}. [J643]")
 
 
 def _checked_loader(name: str, loader: Any) -> Any:

@@ -1,4 +1,4 @@
-r"""Snapshots of a fit (:func:`take`, :func:`resume`), and the checkpoint files that contain them.
+r"""Snapshots of a fit (:func:`take`, :func:`load`, :func:`resume`), and the checkpoint files that contain them.
 
 A snapshot is everything that a fit resumes from. It has the same form in checkpoint files, for a second ``fit`` of the
 same trainer, and on its way from processes that were started to the process that started them. It is a dict of plain
@@ -79,6 +79,16 @@ def take(run: Run, active: bool) -> dict[str, Any] | None:
     return state
 
 
+def load(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the weights of a snapshot, the same on all ranks, and return the snapshot as hooks have changed it."""
+    loaded = dict(state)
+    run.module.on_load_checkpoint(loaded)
+    run.call("on_load_checkpoint", loaded)
+    if "module" in loaded:  # the last fit of the trainer kept the weights in the module
+        run.module.load_state_dict(loaded["module"])
+    return loaded
+
+
 def resume(run: Run, state: Mapping[str, Any]) -> None:
     """Load a snapshot, the same on all ranks, into a fit that has its optimizers but has not begun.
 
@@ -86,6 +96,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
         ValueError: If it was taken from other optimizers, groups of parameters or schedulers, or in the middle of an
             epoch by a different number of ranks, if the remainder of the epoch cannot be distributed.
     """
+    state = load(run, state)
     for name, own in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
         if len(state[name]) != len(own):
             raise ValueError(
@@ -93,9 +104,6 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
                 f" the {name} that the checkpoint was written with. [J202]"
             )
     part = _part_of(run, state["ranks"])
-    run.module.on_load_checkpoint(dict(state))
-    if "module" in state:
-        run.module.load_state_dict(state["module"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         try:
             optimizer.load_state_dict(saved)
@@ -113,7 +121,6 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
     run.trainer.load_state_dict(state)
     run.position.epoch = run.trainer.epochs
     run.trainer.metrics = dict(state["metrics"])
-    run.call("on_load_checkpoint", state)
     if part is not None:
         run.position.load_state_dict(part)
 

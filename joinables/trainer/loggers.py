@@ -198,8 +198,11 @@ class Logs(Callback):
             self.on_train_epoch_end(trainer, module)
 
     def _write(self, trainer: Any, values: dict[str, float]) -> None:
+        # The counters of a log have these names.
+        named = {f"{name}_logged" if name in ("epoch", "step") else name: value for name, value in values.items()}
+
         def write(each: Any) -> None:
-            each.log_metrics({**values, "epoch": trainer.epochs}, trainer.global_step)
+            each.log_metrics({**named, "epoch": trainer.epochs}, trainer.global_step)
             if hasattr(each, "save"):  # Lightning's loggers keep rows until then
                 each.save()
 

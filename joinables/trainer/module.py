@@ -94,9 +94,10 @@ class TrainModule(torch.nn.Module):
     def batch_size(self, batch: Any) -> int | None:
         """Return the number of samples in a batch, which weighs its gradients and metrics.
 
-        Override it if the trainer counts wrong. By default, it counts the elements of the data set that a
-        ``DataLoader`` puts into the batch. For other loaders, and if no tensor of the batch has that length, it counts
-        the rows of the first tensor. Without tensors, it asks objects for ``num_graphs`` or their length.
+        Override it if the trainer counts wrong. A batch of 0 samples counts for nothing. By default, and for ``None``,
+        the trainer counts the elements of the data set that a ``DataLoader`` puts into the batch. For other loaders,
+        and if no tensor of the batch has that length, it counts the rows of the first tensor. Without tensors, it asks
+        objects for ``num_graphs`` or their length.
         """
 
     # -- hooks that a user may override -------------------------------------------------------------------------------
@@ -213,7 +214,10 @@ class TrainModule(torch.nn.Module):
         """Add entries to a checkpoint."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read entries from a checkpoint."""
+        """Read entries from a checkpoint before it is loaded, or replace them, such as ``"module"``, the weights.
+
+        ``fit``, ``validate``, ``test`` and ``predict`` call it if they get a ``ckpt_path``, on all ranks.
+        """
 
     # -- what a user calls --------------------------------------------------------------------------------------------
 
@@ -358,6 +362,17 @@ class TrainModule(torch.nn.Module):
         return self.trainer.global_rank
 
     @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python finds an attribute of the class before a part of the module, so the part would never run.
+        if isinstance(value, torch.nn.Module) and hasattr(type(self), name):
+            raise ValueError(
+                f"{type(self).__name__} gets a part called {name!r}, which {name!r} of its class would hide. Use"
+                f" another name for the part. If a checkpoint has it as {name!r}, rename it there in"
+                " on_load_checkpoint. [J872]"
+            )
+        super().__setattr__(name, value)
+
+    @override
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -453,8 +468,8 @@ class Callback:
     def on_save_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         """Add entries to a checkpoint; called on the rank that writes it."""
 
-    def on_load_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: Mapping[str, Any]) -> None:
-        """Read entries from a checkpoint."""
+    def on_load_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        """Read or replace entries of a checkpoint; called after the module's ``on_load_checkpoint``."""
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class Rescue:
         for io, kept in ((self.io, state), (file, state), (file, {"module": weights}), (file, {"module": tensors})):
             try:
                 io.save(kept, path)
-                load = "torch" if type(io) is FileCheckpointIO else "trainer.strategy.checkpoint_io"
+                load = "torch" if type(io) is FileCheckpointIO else "trainer.checkpoint_io"
                 return f"{load}.load({path!r})['module'] returns the trained weights."
             except Exception as error:
                 problem = described(error)

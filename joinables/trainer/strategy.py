@@ -54,10 +54,8 @@ class Strategy:
     shards_optimizers: bool = False
     report: JoinReport | None = None
     """Report on the ranks in the last block, which is an epoch."""
-    checkpoint_io: Any = None
-    """Object that saves, loads and removes checkpoints; the trainer sets it."""
     worker_logs: Path | None = None
-    """Folder for the output of processes that this strategy starts; ``None`` to write where this process writes."""
+    """Folder for the output of processes that this strategy starts; the trainer sets it before ``launch``."""
     environment: Environment | None = None
     """Place of this process, if the user has passed a cluster environment."""
 
@@ -118,7 +116,7 @@ class Strategy:
                 call, on all ranks.
             **options: Options of ``torch.Tensor.backward``.
         """
-        if weight is None or (sync and not self._window):
+        if weight is None or (weight and sync and not self._window):
             loss.backward(**options)
             return
         # The division by a weight of the window keeps gradients at their usual size, which half precision can hold.
@@ -127,7 +125,7 @@ class Strategy:
         (loss * (weight / self._unit)).backward(**options)
         if sync:
             for parameter in self._module.parameters():
-                if parameter.grad is not None:
+                if parameter.grad is not None and self._window:  # otherwise no batch weighs anything
                     parameter.grad.div_(self._window)
             self._window = 0.0
 

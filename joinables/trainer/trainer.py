@@ -30,7 +30,7 @@ from joinables.processes import ending_forks
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
 from joinables.trainer.arguments import REST, check_choice, check_kinds, lacking
-from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, checkpoint_io_of, load_checkpoint
+from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, checkpoint_io_of, load, load_checkpoint
 from joinables.trainer.data import order_seed
 from joinables.trainer.files import temporary_folder
 from joinables.trainer.launch import RESULT, Environment, launcher_of, write
@@ -152,8 +152,8 @@ class Trainer(TrainerState):
                 f"{strategy=} trains in a single process, but the trainer has {self.world_size}. Remove strategy= from"
                 " the Trainer's arguments, or pass devices=1. [J174]"
             )
-        self.strategy.checkpoint_io = checkpoint_io_of(checkpoint_io)
-        self.strategy.worker_logs = None if worker_logs is None else Path(worker_logs).absolute()
+        self.checkpoint_io = checkpoint_io_of(checkpoint_io)
+        self._worker_logs = None if worker_logs is None else Path(worker_logs).absolute()
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:
             raise ValueError("'16-mixed' cannot train with sharded optimizers. Pass precision='bf16-mixed'. [J267]")
@@ -258,14 +258,14 @@ class Trainer(TrainerState):
         self.callbacks = _in_order(self.callbacks)  # the user may have changed them
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
-        is_file = isinstance(self.strategy.checkpoint_io, FileCheckpointIO)
+        is_file = isinstance(self.checkpoint_io, FileCheckpointIO)
         if is_file and ckpt_path in ("best", "last") and not os.path.exists(ckpt_path):
             raise FileNotFoundError(
                 f"{ckpt_path=} is not the path of a file. Pass keeper.{ckpt_path}_model_path, where keeper is the"
                 " ModelCheckpoint of the trainer, or the path of one of its files. [J742]"
             )
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
-        saved = None if ckpt_path is None else load_checkpoint(self.strategy.checkpoint_io, ckpt_path)
+        saved = None if ckpt_path is None else load_checkpoint(self.checkpoint_io, ckpt_path)
         if stage == "fit":
             self._begin(module)
             saved = saved or self._last_state
@@ -274,6 +274,7 @@ class Trainer(TrainerState):
             with temporary_folder() as folder:
                 seed = order_seed(loaders.get("train_loader"), self.seed)
                 task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
+                self.strategy.worker_logs = self._worker_logs
                 try:
                     outcome = self.strategy.launch(
                         self.world_size, self._accelerator, work, self, module, loaders, task
@@ -412,7 +413,7 @@ class Trainer(TrainerState):
                 )
             state = None if state is None else {**state, "module": module.state_dict()}
         if state is not None:
-            self.strategy.checkpoint_io.save(state, os.fspath(path))
+            self.checkpoint_io.save(state, os.fspath(path))
         return state is not None
 
     @property
@@ -422,7 +423,7 @@ class Trainer(TrainerState):
 
     @property
     def _rescue(self) -> Rescue:
-        return Rescue(self.default_root_dir, self.strategy.checkpoint_io)
+        return Rescue(self.default_root_dir, self.checkpoint_io)
 
     def note(self, callback: Callback) -> None:
         """Send a callback's state to the process that started the run, which receives it even if the run fails."""
@@ -592,7 +593,7 @@ def _outcome(
                 state = run.trained = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, run.snapshots.take())
             else:
                 if task.saved is not None:
-                    module.load_state_dict(task.saved["module"])
+                    load(run, task.saved)
                 outputs["metrics"], outputs["predictions"] = evaluate(run, loaders["loader"], task.stage)
             if run.collective.rank == 0:
                 with replaced(run, "apart", "results_to_return"):

@@ -344,7 +344,7 @@ def test_objects_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     exec(cluster, names)
     assert (names["trainer"].world_size, names["trainer"].global_rank) == (2, 1)
     exec(pickles, names)
-    io, path = names["trainer"].strategy.checkpoint_io, str(tmp_path / "new" / "x")
+    io, path = names["trainer"].checkpoint_io, str(tmp_path / "new" / "x")
     io.save({"module": {"x": torch.ones(2)}}, path)
     assert io.load(path)["module"]["x"].tolist() == [1, 1]
     io.remove(path)

@@ -143,7 +143,7 @@ class Raises(Classifier):
 
 def test_rescued_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "pickles").mkdir()
-    for io, loads in ((Pickles(tmp_path / "pickles"), "trainer.strategy.checkpoint_io.load("), (Gone(), "torch.load(")):
+    for io, loads in ((Pickles(tmp_path / "pickles"), "trainer.checkpoint_io.load("), (Gone(), "torch.load(")):
         run = Trainer(devices=2, strategy="ddp_fork", checkpoint_io=io, default_root_dir=tmp_path, logger=False)
         with pytest.raises(ArithmeticError) as caught:
             run.fit(Raises(), loader(6))

@@ -168,7 +168,7 @@ class ModelCheckpoint(Callback):
             trainer.note(self)  # called while both the new and the old files exist
             for discarded in before["kept"].keys() - self._kept.keys():
                 if folder.resolve() in Path(discarded).resolve().parents:
-                    trainer.checkpoint_io.remove(discarded)
+                    trainer.checkpoint_io.remove_checkpoint(discarded)
 
     def _folder_of(self, trainer: Trainer) -> Path:
         return self._folder or trainer.default_root_dir / "checkpoints"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -325,6 +326,9 @@ def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
+_zero = partial(DDPStrategy, shard_optimizers=True)
+_finds_unused = partial(DDPStrategy, find_unused_parameters=True)
+
 _registry: dict[str, tuple[Callable[[], Strategy], str]] = {
     "single": (Strategy, "one process, no wrapper"),
     "ddp": (DDPStrategy, "DDP; processes are spawned, unless a launcher has started them"),
@@ -332,12 +336,16 @@ _registry: dict[str, tuple[Callable[[], Strategy], str]] = {
     "ddp_fork": (lambda: DDPStrategy("fork"), "DDP in forked processes: in notebooks, before anything was computed"),
     "ddp_forkserver": (lambda: DDPStrategy("forkserver"), "DDP in processes that a server forks"),
     "ddp_zero": (
-        lambda: DDPStrategy(shard_optimizers=True),
+        _zero,
         "DDP with ZeroRedundancyOptimizer: each rank keeps a part of the optimizer's state",
     ),
-    "ddp_find_unused_parameters_true": (
-        lambda: DDPStrategy(find_unused_parameters=True),
-        "DDP for steps that reach a part of the parameters only",
+    "ddp_sharded": (_zero, "the same as ddp_zero"),
+    "ddp_sharded_spawn": (_zero, "the same as ddp_zero"),
+    "ddp_find_unused_parameters_true": (_finds_unused, "DDP for steps that reach a part of the parameters only"),
+    "ddp_spawn_find_unused_parameters_true": (_finds_unused, "the same as ddp_find_unused_parameters_true"),
+    "ddp_spawn_find_unused_parameters_false": (
+        partial(DDPStrategy, find_unused_parameters=False),
+        "DDP for steps that reach all parameters, also under manual optimization",
     ),
 }
 

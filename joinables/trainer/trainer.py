@@ -413,7 +413,7 @@ class Trainer(TrainerState):
                 )
             state = None if state is None else {**state, "module": module.state_dict()}
         if state is not None:
-            self.checkpoint_io.save(state, os.fspath(path))
+            self.checkpoint_io.save_checkpoint(state, os.fspath(path))
         return state is not None
 
     @property
@@ -620,20 +620,31 @@ def _outcome(
 
 @contextmanager
 def _calling_callbacks(run: Run) -> Generator[None]:
-    """Return a context that calls the callbacks' ``on_start``, ``on_end``, and ``on_exception`` if it raises."""
+    """Return a context that calls the callbacks' ``on_start``, ``on_exception`` if it raises, and the last hooks.
+
+    All last hooks are called, whatever raises. The context raises the first exception, which is the cause.
+    """
+    raised, stage = list[BaseException](), run.task.stage
+
+    def finish(hook: Callable[..., object], *args: Any) -> None:
+        try:
+            hook(*args)
+        except Exception as error:
+            if raised:
+                logger.exception("a hook raised after the run had raised")
+            raised.append(error)
+
     try:
-        run.call("on_start", run.task.stage)
-        run.takes_metrics = run.task.stage != "predict"
+        run.call("on_start", stage)
+        run.takes_metrics = stage != "predict"
         yield
     except BaseException as error:
         run.apart = "a run that has raised an error"
-        try:
-            run.call("on_exception", error)
-        except Exception:  # the exception of the run says more
-            logger.exception("a callback raised in on_exception")
-        raise
-    finally:
-        run.takes_metrics = False
-        for hook in ("on_end", "teardown"):
-            run.call(hook, run.task.stage)
-        run.module.teardown(run.task.stage)
+        raised.append(error)
+    run.takes_metrics = False
+    for name, *args in (("on_exception", *raised), ("on_end", stage), ("teardown", stage)):
+        for callback in run.trainer.callbacks if args else ():
+            finish(getattr(callback, name), run.trainer, run.module, *args)
+    finish(run.module.teardown, stage)
+    if raised:
+        raise raised[0]

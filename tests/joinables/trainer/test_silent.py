@@ -131,9 +131,9 @@ def test_values_of_an_optimizer_step_weigh_its_samples(pool: Pool) -> None:
 
 def test_trainers_that_share_a_strategy(tmp_path: Path) -> None:
     class Own:
-        def save(self, *_: Any) -> None: ...
-        def load(self, *_: Any) -> None: ...
-        def remove(self, *_: Any) -> None: ...
+        def save_checkpoint(self, *_: Any) -> None: ...
+        def load_checkpoint(self, *_: Any) -> None: ...
+        def remove_checkpoint(self, *_: Any) -> None: ...
 
     shared, own = DDPStrategy("fork"), Own()
     first = Trainer(devices=2, strategy=shared, checkpoint_io=own, worker_logs=tmp_path / "logs")  # pyright: ignore
@@ -143,3 +143,50 @@ def test_trainers_that_share_a_strategy(tmp_path: Path) -> None:
     assert (tmp_path / "logs").exists() and not (tmp_path / "others").exists()
     one = Strategy()
     assert Trainer(strategy=one).checkpoint_io is not Trainer(strategy=one).checkpoint_io
+
+
+class Stops(Callback):
+    """Raises in some hooks, and notes all last ones."""
+
+    def __init__(self, key: str, *where: str) -> None:
+        self.key, self.where, self.called = key, where, list[str]()
+
+    @property
+    def state_key(self) -> str:
+        return self.key
+
+    def reach(self, where: str) -> None:
+        self.called.append(where)
+        if where in self.where:
+            raise LookupError(f"{self.key} in {where}")
+
+    def on_train_start(self, trainer: Any, module: TrainModule) -> None:
+        self.reach("on_train_start")
+
+    def on_exception(self, trainer: Any, module: TrainModule, error: BaseException) -> None:
+        self.reach("on_exception")
+
+    def on_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        self.reach("on_end")
+
+    def teardown(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        self.reach("teardown")
+
+
+class TornDown(Classifier):
+    is_torn_down = False
+
+    def teardown(self, stage: str) -> None:
+        self.is_torn_down = True
+
+
+@pytest.mark.parametrize("first", ["on_train_start", "on_end", "teardown"])
+def test_the_first_exception_is_raised_and_all_last_hooks_are_called(tmp_path: Path, first: str) -> None:
+    later = {"on_train_start": ("on_exception", "on_end", "teardown"), "on_end": ("teardown",), "teardown": ()}[first]
+    one, other, module = Stops("one", first, *later), Stops("other", *later), TornDown()
+    with pytest.raises(LookupError, match=f"one in {first}"):
+        Trainer(callbacks=[one, other], default_root_dir=tmp_path).fit(module, loader(4))
+    failed = ["on_exception"] if first == "on_train_start" else []
+    assert one.called == ["on_train_start", *failed, "on_end", "teardown"]
+    assert other.called == [*["on_train_start"] * (first != "on_train_start"), *failed, "on_end", "teardown"]
+    assert module.is_torn_down

@@ -36,6 +36,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from joinables._torch.objects import compiled_from
@@ -298,10 +299,12 @@ class TrainModule(torch.nn.Module):
             RuntimeError: If other ranks may not call it. Nothing is sent.
             ValueError: On all ranks, if their shapes, dtypes or types of devices differ.
         """
-        return self.trainer.run.gather(tensor)
+        return self.trainer.run.together("all_gather").all_gather(tensor)
 
-    def reduce(self, tensor: torch.Tensor | float, op: Reduction = "mean") -> torch.Tensor:
-        """Return the reduction of a tensor over all ranks, without grad; ``tensor`` itself stays as it is.
+    def reduce(
+        self, tensor: torch.Tensor | float, op: Reduction = "mean", group: dist.ProcessGroup | None = None
+    ) -> Any:
+        """Return the reduction of a tensor or number over all ranks, without grad; ``tensor`` itself stays as it is.
 
         All ranks have the same weight, whatever their numbers of samples. :meth:`log` weighs values by samples.
 
@@ -309,11 +312,12 @@ class TrainModule(torch.nn.Module):
             tensor: A tensor of the same shape and dtype on all ranks, or a number. For the places where you can call
                 this, and for the errors, see :meth:`all_gather`.
             op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Means of integers have torch's default dtype.
+            group: The ranks, which all call this; by default all ranks of the run.
 
         Returns:
-            A tensor of the shape of ``tensor``.
+            A tensor of the shape of ``tensor``, or a number if ``tensor`` is one.
         """
-        return self.trainer.run.reduce(tensor, op)
+        return self.trainer.run.together("reduce").reduce(tensor, group, op)
 
     def optimizers(self) -> Any:
         """Return the optimizer of the run, or a list if it has several."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,14 @@ from typing_extensions import override
 from join import Join, JoinReport
 from join.collectives import Collective, SingleCollective, collective_of
 from join.collectives._torch_private import thawed
+from join.collectives.base import describe
 from joinables._torch import reducer
 from joinables._torch.objects import mark_stepped
 from joinables.loss_gate import LossGate, leaves_of
 from joinables.modules import replaced
 from joinables.trainer.arguments import REST
 from joinables.trainer.launch import ClusterEnvironment, Environment, Launcher, StartMethod, environment_of
+from joinables.trainer.metrics import Reduction
 
 if TYPE_CHECKING:
     from joinables.zero import ZeroRedundancyOptimizer
@@ -129,6 +131,63 @@ class Strategy:
                 if parameter.grad is not None and self._window:  # otherwise no batch weighs anything
                     parameter.grad.div_(self._window)
             self._window = 0.0
+
+    # Wrappers of collectives, which all ranks call together. They are Lightning's.
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.collective.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank ``src``, which is anything that pickle supports."""
+        return self.collective.broadcast_object(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks pass ``True``, or, with ``all=False``, whether any does."""
+        return self.collective.reduce_boolean_decision(decision, all=all)
+
+    def all_gather(self, tensor: torch.Tensor | float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked; as ``TrainModule.all_gather``, but in any place."""
+        own, collective = self._agreed("all_gather", tensor, group)
+        stacked = own.new_empty((collective.world_size, *own.shape))
+        collective.finish(collective.all_gather(own, stacked.unbind()), on_cpu=own.is_cpu)
+        return stacked
+
+    def reduce(
+        self, tensor: torch.Tensor | float, group: dist.ProcessGroup | None = None, reduce_op: Reduction = "mean"
+    ) -> Any:
+        """Return the reduction over all ranks; as ``TrainModule.reduce``, but in any place."""
+        if reduce_op not in (known := get_args(Reduction)):
+            raise ValueError(
+                f"reduce got {reduce_op!r}, which is unknown. Pass one of {', '.join(map(repr, known))}. [J705]"
+            )
+        own, collective = self._agreed(f"reduce with {reduce_op!r}", tensor, group)
+        total = own.clone(memory_format=torch.contiguous_format)
+        work = collective.all_reduce(total, "sum" if reduce_op == "mean" else reduce_op)
+        collective.finish(work, on_cpu=total.is_cpu)
+        total = total / collective.world_size if reduce_op == "mean" else total
+        return total if isinstance(tensor, torch.Tensor) else total.item()
+
+    def _agreed(self, call: str, value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Collective]:
+        """Return ``value`` as a tensor, and the ranks, if all make the call with the same kind of tensor.
+
+        One object all-gather.
+
+        Raises:
+            ValueError: On all ranks, if their calls differ.
+        """
+        collective = self.collective if group is None else collective_of(group)
+        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+        own = f"{call} of {describe(tensor.dtype, tensor.shape)} on {tensor.device.type}"
+        calls: list[str] = collective.all_gather_object(own, plain=True)
+        if calls.count(own) < len(calls):
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
+            raise ValueError(
+                f"The ranks made different calls ({texts}). Pass tensors of one shape and dtype on all ranks, in the"
+                " same order of calls. To gather objects of any size in a list, call"
+                " self.trainer.strategy.collective.all_gather_object(value). [J704]"
+            )
+        return tensor, collective
 
     def teardown(self) -> None:
         """Take down ``collective``, and drop the wrapper and its buckets, if there are any.

@@ -106,6 +106,7 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        own = {*self._kept}
         if trainer.global_step < self._saved_step:
             # An earlier fit failed at a later step, and this fit does not resume from its files.
             self._kept, self._saved_step, self.last_model_path = {}, -1, ""
@@ -115,7 +116,7 @@ class ModelCheckpoint(Callback):
             found = glob.glob("*".join(map(glob.escape, [*texts, ".ckpt"])))
             existing = [path for path in self._kept if Path(path).exists()]
             existing, found = trainer.run.collective.broadcast_object((existing, found), 0, plain=True)
-            self._kept, self._foreign = {path: self._kept[path] for path in existing}, {*found} - {*existing}
+            self._kept, self._foreign = {path: self._kept[path] for path in existing}, {*found} - own
 
     @override
     def on_train_batch_end(

@@ -287,7 +287,7 @@ class Wraps(Classifier):
     def on_train_start(self) -> None:
         strategy, rank = self.trainer.strategy, self.global_rank
         strategy.barrier()
-        pair = dist.new_group([0, 1])
+        pair: Any = dist.new_group([0, 1])
         every = [strategy.broadcast({"rank": rank}, 1), strategy.all_gather(rank).tolist(), strategy.reduce(1.0 * rank)]
         every += [strategy.reduce_boolean_decision(rank != 1), strategy.reduce_boolean_decision(rank == 1, all=False)]
         sums = [self.reduce(rank, "sum", group=pair), strategy.reduce(rank, pair, "sum")] if rank < 2 else []

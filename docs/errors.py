@@ -44,6 +44,7 @@ KINDS = {
     "J684": ["AttributeError"],
     "J741": ["TypeError", "ValueError"],
     "J777": ["JoinError"],
+    "J870": ["AttributeError"],
 }
 """Classes of the errors whose texts are not written where the error is raised."""
 TITLES = {
@@ -100,8 +101,17 @@ HEIRS = {
     **dict.fromkeys(("J006", "J008", "J019", "J071", "J465"), "J001"),
     **dict.fromkeys(("J007", "J009", "J069", "J070", "J072", "J464"), "J002"),
     **dict.fromkeys(("J054", "J469", "J563", "J686", "J735"), "J055"),
-    **{"J118": "J128", "J129": "J291", "J133": "J126", "J602": "J521"},
-    **{"J114": "J802", "J463": "J460", "J034": "J033", "J503": "J039", "J570": "J020"},
+    **{"J118": "J128", "J129": "J291", "J133": "J126", "J602": "J521", "J034": "J033"},
+    **{
+        "J114": "J802",
+        "J463": "J460",
+        "J034": "J033",
+        "J503": "J039",
+        "J570": "J020",
+        "J641": "J642",
+        "J702": "J266",
+        "J743": "J870",
+    },
 }
 """For the code of an error of an earlier version, the code of the error that is raised now."""
 EXAMPLES = {

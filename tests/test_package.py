@@ -69,7 +69,6 @@ def test_public_names() -> None:
         "RemoteTraceback",
         "Result",
         "Strategy",
-        "TensorBoardLogger",
         "TrainModule",
         "Trainer",
         "UnevenDistributedSampler",

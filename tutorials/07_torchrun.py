@@ -3,8 +3,8 @@
     python tutorials/07_torchrun.py
     torchrun --standalone --nproc-per-node 2 tutorials/07_torchrun.py
 
-In the first command, the trainer starts two processes. In the second command, torchrun starts them, as srun or mpirun
-could. Each process then runs the script from top to bottom, reads its rank from the environment, and trains as that
+In the first command, the trainer starts two processes. In the second command, torchrun starts
+them. Each process then runs the script from top to bottom, reads its rank from the environment, and trains as that
 rank. With both commands, every process has the trained weights after `fit`, and the weights are the same to the last
 bit.
 """

@@ -26,7 +26,7 @@ from joinables.trainer.launch import (
     WorkerDied,
     WorkerRaised,
 )
-from joinables.trainer.loggers import CSVLogger, TensorBoardLogger
+from joinables.trainer.loggers import CSVLogger
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.strategy import DDPStrategy, Strategy, register_strategy, strategies
 from joinables.trainer.trainer import Result, Trainer
@@ -46,7 +46,6 @@ __all__ = [
     "RemoteTraceback",
     "Result",
     "Strategy",
-    "TensorBoardLogger",
     "TrainModule",
     "Trainer",
     "UnevenDistributedSampler",

@@ -1,4 +1,4 @@
-"""Kinds of the arguments of a trainer and its callbacks: :func:`check_kinds`, :func:`check_choice`."""
+"""Names and kinds of the arguments of a trainer and its callbacks: :func:`check_kinds`, :func:`check_choice`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ _KINDS: dict[str, tuple[Any, float | None, str]] = {
     "min_delta": (Real, 0, "a number from 0"),
 }
 """For each argument its types, its smallest value, and a description, which also says whether ``None`` is a value."""
+
+
+REST = (
+    "For the rest of Lightning's names, train with Lightning's Trainer and strategy='join' of"
+    " joinables.integrations.lightning"
+)
+
+
+def lacking(kind: str, name: str, owner: type) -> AttributeError:
+    """Return the error for an attribute that an object of the class ``kind``, derived from ``owner``, lacks."""
+    known = ", ".join(each for each in vars(owner) if not each.startswith(("_", "on_")))
+    return AttributeError(f"{kind} has no attribute {name!r}. {owner.__name__} has {known}. {REST}. [J870]")
 
 
 def check_kinds(arguments: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import math
 import os
@@ -26,10 +27,11 @@ class ModelCheckpoint(Callback):
     """Callback that writes checkpoints after epochs or steps, and keeps the best.
 
     All ranks decide alike, since they have the same metrics; one rank writes. A new file is written before an old one
-    is removed, so a complete file exists at any moment. A file of the same name from another fit is replaced. A file
-    of another ``ModelCheckpoint`` of this fit is not, and the new file is called ``NAME-v1``. Files outside the folder
-    are never removed, even if this fit resumes from a checkpoint that names them. The paths are available even after a
-    fit that raised, or whose processes died. If a file cannot be written, an ``OSError`` names it.
+    is removed, so a complete file exists at any moment. If another fit or another ``ModelCheckpoint`` has
+    a file of the same name, the new file is called ``NAME-v1``. Only ``last.ckpt`` of another fit is replaced. Files
+    outside the folder are never removed, even if this fit resumes from a checkpoint that names them. The paths are
+    available even after a fit that raised, or whose processes died. If a file cannot be written, an ``OSError`` names
+    it.
 
     Args:
         dirpath: The folder; by default ``checkpoints`` in the trainer's ``default_root_dir``.
@@ -70,6 +72,7 @@ class ModelCheckpoint(Callback):
         self._epochs, self._steps = every_n_epochs, every_n_train_steps
         self._kept: dict[str, float] = {}  # scores by path, in the order in which the files were written
         self._saved_step = -1
+        self._foreign: set[str] = set()  # files of other fits when this one began
         self.last_model_path = ""
         """The latest file, with ``save_last``."""
 
@@ -103,15 +106,17 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        own = {*self._kept}
         if trainer.global_step < self._saved_step:
             # An earlier fit failed at a later step, and this fit does not resume from its files.
             self._kept, self._saved_step, self.last_model_path = {}, -1, ""
-        # Another fit may have removed some files. One rank looks, since the files may be on its disk only.
-        if self._kept and isinstance(trainer.strategy.checkpoint_io, FileCheckpointIO):
-            existing = trainer.run.collective.broadcast_object(
-                [path for path in self._kept if Path(path).exists()], 0, plain=True
-            )
-            self._kept = {path: self._kept[path] for path in existing}
+        # Another fit may have removed some files, or left others. One rank looks, since they may be on its disk only.
+        if isinstance(trainer.checkpoint_io, FileCheckpointIO):
+            texts = re.split(r"\{[^{}]*\}", str(self._folder_of(trainer) / self._filename))
+            found = glob.glob("*".join(map(glob.escape, [*texts, ".ckpt"])))
+            existing = [path for path in self._kept if Path(path).exists()]
+            existing, found = trainer.run.collective.broadcast_object((existing, found), 0, plain=True)
+            self._kept, self._foreign = {path: self._kept[path] for path in existing}, {*found} - own
 
     @override
     def on_train_batch_end(
@@ -141,7 +146,7 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Trainer, *, is_epoch_end: bool = False, only_last: bool = False) -> None:
         """Write a checkpoint, and remove files that are no longer among the best."""
         before, self._saved_step = self.state_dict(), trainer.global_step
-        folder = self._folder or trainer.default_root_dir / "checkpoints"
+        folder = self._folder_of(trainer)
         # In the middle of an epoch, a missing metric is NaN.
         metrics = trainer.metrics if is_epoch_end else {str(self._monitor): math.nan, **trainer.metrics}
         paths: list[str] = []
@@ -164,10 +169,13 @@ class ModelCheckpoint(Callback):
             trainer.note(self)  # called while both the new and the old files exist
             for discarded in before["kept"].keys() - self._kept.keys():
                 if folder.resolve() in Path(discarded).resolve().parents:
-                    trainer.strategy.checkpoint_io.remove(discarded)
+                    trainer.checkpoint_io.remove_checkpoint(discarded)
+
+    def _folder_of(self, trainer: Trainer) -> Path:
+        return self._folder or trainer.default_root_dir / "checkpoints"
 
     def _free_path(self, trainer: Trainer, folder: Path) -> str:
-        """Return ``filename`` in ``folder`` with its fields filled in, and ``-v1`` or so if this fit has such a file.
+        """Return ``filename`` in ``folder`` with its fields filled in, and ``-v1`` or so if there is such a file.
 
         A missing metric is NaN.
         """
@@ -178,7 +186,7 @@ class ModelCheckpoint(Callback):
             self._filename,
         )
         keepers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        taken = {path for keeper in keepers for path in (*keeper._kept, keeper.last_model_path)}
+        taken = self._foreign | {path for keeper in keepers for path in (*keeper._kept, keeper.last_model_path)}
         taken |= {str(folder / "last.ckpt")} if self._last else set()
         paths = (str(folder / f"{name}{f'-v{version}' if version else ''}.ckpt") for version in count())
         return next(path for path in paths if path not in taken)

@@ -1,4 +1,4 @@
-r"""Snapshots of a fit (:func:`take`, :func:`resume`), and the checkpoint files that contain them.
+r"""Snapshots of a fit (:func:`take`, :func:`load`, :func:`resume`), and the checkpoint files that contain them.
 
 A snapshot is everything that a fit resumes from. It has the same form in checkpoint files, for a second ``fit`` of the
 same trainer, and on its way from processes that were started to the process that started them. It is a dict of plain
@@ -79,6 +79,16 @@ def take(run: Run, active: bool) -> dict[str, Any] | None:
     return state
 
 
+def load(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the weights of a snapshot, the same on all ranks, and return the snapshot as hooks have changed it."""
+    loaded = dict(state)
+    run.module.on_load_checkpoint(loaded)
+    run.call("on_load_checkpoint", loaded)
+    if "module" in loaded:  # the last fit of the trainer kept the weights in the module
+        run.module.load_state_dict(loaded["module"])
+    return loaded
+
+
 def resume(run: Run, state: Mapping[str, Any]) -> None:
     """Load a snapshot, the same on all ranks, into a fit that has its optimizers but has not begun.
 
@@ -86,6 +96,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
         ValueError: If it was taken from other optimizers, groups of parameters or schedulers, or in the middle of an
             epoch by a different number of ranks, if the remainder of the epoch cannot be distributed.
     """
+    state = load(run, state)
     for name, own in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
         if len(state[name]) != len(own):
             raise ValueError(
@@ -93,9 +104,6 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
                 f" the {name} that the checkpoint was written with. [J202]"
             )
     part = _part_of(run, state["ranks"])
-    run.module.on_load_checkpoint(dict(state))
-    if "module" in state:
-        run.module.load_state_dict(state["module"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         try:
             optimizer.load_state_dict(saved)
@@ -113,7 +121,6 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
     run.trainer.load_state_dict(state)
     run.position.epoch = run.trainer.epochs
     run.trainer.metrics = dict(state["metrics"])
-    run.call("on_load_checkpoint", state)
     if part is not None:
         run.position.load_state_dict(part)
 
@@ -248,36 +255,36 @@ def _load(descriptor: int) -> tuple[Any, str]:
 
 
 class CheckpointIO(Protocol):
-    """Object that saves, loads and removes checkpoints: ``Trainer(checkpoint_io=...)``.
+    """Object that saves, loads and removes checkpoints: ``Trainer(checkpoint_io=...)``; Lightning's are such objects.
 
     Processes that are started have copies of the object. So it keeps checkpoints in a place that all processes reach,
     such as a folder or a service. A checkpoint is a dict of plain data and tensors. Its path is a text, which need not
     name a file.
     """
 
-    def save(self, checkpoint: dict[str, Any], path: str) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str) -> None:
         """Save a checkpoint, and replace an earlier one of this path; called on one rank."""
 
-    def load(self, path: str) -> dict[str, Any]:
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
         """Return a checkpoint, with the same data and tensors; called in the process that calls ``fit``."""
         ...
 
-    def remove(self, path: str) -> None:
+    def remove_checkpoint(self, path: str) -> None:
         """Remove a checkpoint, if it exists; called on one rank."""
 
 
 class FileCheckpointIO:
     """Files of ``torch.save``; the default, and a base for subclasses that write other files to the same paths."""
 
-    def save(self, checkpoint: dict[str, Any], path: str) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str) -> None:
         """Write a file."""
         write_checkpoint(checkpoint, path)
 
-    def load(self, path: str) -> dict[str, Any]:
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
         """Read a file."""
         return read_checkpoint(path)
 
-    def remove(self, path: str) -> None:
+    def remove_checkpoint(self, path: str) -> None:
         """Remove a file."""
         Path(path).unlink(missing_ok=True)
 
@@ -289,20 +296,22 @@ def checkpoint_io_of(argument: CheckpointIO | None) -> CheckpointIO:
         TypeError: If it lacks a method.
     """
     io = FileCheckpointIO() if argument is None else argument
-    if missing := [name for name in ("save", "load", "remove") if not callable(getattr(io, name, None))]:
+    names = "save_checkpoint", "load_checkpoint", "remove_checkpoint"
+    if missing := [name for name in names if not callable(getattr(io, name, None))]:
         raise TypeError(
             f"checkpoint_io={argument!r} lacks the method {missing[0]}. Pass an object with the methods"
-            " save(checkpoint, path), load(path) and remove(path). [J712]"
+            " save_checkpoint(checkpoint, path), load_checkpoint(path) and remove_checkpoint(path). [J712]"
         )
     return io
 
 
 def load_checkpoint(io: CheckpointIO, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Load a checkpoint, and check that it is one."""
-    state = io.load(os.fspath(path))
+    state = io.load_checkpoint(os.fspath(path))
     if not hasattr(state, "keys") or "module" not in state:
         raise TypeError(
-            f"load({os.fspath(path)!r}) of {type(io).__name__} has returned an object of {type(state).__name__}, which"
-            " is not a checkpoint of a Trainer. Return the dict that save has received for this path. [J713]"
+            f"load_checkpoint({os.fspath(path)!r}) of {type(io).__name__} has returned an object of"
+            f" {type(state).__name__}, which is not a checkpoint of a Trainer. Return the dict that save_checkpoint has"
+            " received for this path. [J713]"
         )
     return state

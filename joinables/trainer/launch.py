@@ -18,11 +18,11 @@ If the launcher starts the processes, the parent and each worker share the work 
     ends the others after a failure
     gets the tuple, once; maps the file
 
-A process that torchrun, SLURM or MPI has started does the middle part of the worker, and keeps the result or the
+A process that torchrun or another launcher has started does the middle part of the worker, and keeps the result or the
 exception of ``fn`` for itself.
 
-These launchers describe the rank of a process and the address of the store in environment variables. The variables are
-read, never set.
+torchrun describes the rank of a process and the address of the store in environment variables. The variables are read,
+never set. For another launcher, the user passes a :class:`ClusterEnvironment`.
 
 Everything that may be long goes through a file. The tuple in the queue is shorter than ``PIPE_BUF``, so no pipe can be
 full while its reader waits for the writer to end. A report is complete or missing if its writer is killed. Space for a
@@ -37,10 +37,6 @@ A process that a worker forks or starts is not a worker. It has a copy of all th
 waits for the end of the process itself, and not for a pipe. A fork that leaves ``fn`` ends there.
 
 Files are mapped and not copied: all workers share the tensors of the call in memory until they change them.
-
-Sources: "torchrun (Elastic Launch)" in PyTorch's documentation; "OUTPUT ENVIRONMENT VARIABLES" in srun(1);
-"Environment variables set for MPI applications" in Open MPI's documentation. Hydra's variables are those that MPICH and
-Intel MPI set.
 """
 
 from __future__ import annotations
@@ -55,7 +51,6 @@ import socket
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -135,9 +130,9 @@ class RemoteTraceback(Exception):
 class Launcher:
     """Runner of a function as every rank of a process group, in processes that it starts or that are running already.
 
-    ``Launcher`` starts the processes unless torchrun, SLURM or MPI has started this one. Workers keep the parent's
-    number of torch threads unless all of them together would exceed the number of processors. They have the parent's
-    environment variables. They end with the parent, and at Ctrl-C.
+    ``Launcher`` starts the processes unless torchrun or the launcher of ``environment`` has started this one. Workers
+    keep the parent's number of torch threads unless all of them together would exceed the number of processors. They
+    have the parent's environment variables. They end with the parent, and at Ctrl-C.
 
     Args:
         world_size: The number of ranks.
@@ -149,7 +144,7 @@ class Launcher:
         worker_logs: The folder for the output of the processes that this launcher starts; ``None`` to write where this
             process writes. If there are several ranks, each line then begins with the rank.
         environment: The place of this process, if a launcher has started it; by default, the environment variables of
-            torchrun, SLURM and MPI say whether one has.
+            torchrun say whether it has.
 
     Raises:
         ValueError: If ``world_size`` is not positive or is not the number of processes that were started, or if
@@ -171,7 +166,7 @@ class Launcher:
         if world_size < 1 or world_size != started:
             raise ValueError(
                 f"{world_size=} is not positive, or is not the number of processes that a launcher has started. Pass"
-                " the number of processes that torchrun, SLURM or MPI has started, or at least 1 without one. [J411]"
+                " the number of processes that torchrun has started, or at least 1 without it. [J411]"
             )
         multiprocessing.get_context(start_method)  # raises a ValueError if the method is unknown
         self._world_size = world_size
@@ -298,8 +293,6 @@ class _Job:
 _served: dict[tuple[str, int], dist.TCPStore] = {}
 """The stores that this process serves as rank 0. They live until it ends, since other ranks may need them longer."""
 
-_FIRST_PORT, _PORTS = 15000, 10000  # below the range from which systems assign ports to clients
-
 
 @dataclass(frozen=True)
 class Place:
@@ -318,16 +311,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Environment:
-    """A launcher that has started this process and describes it in environment variables.
+    """torchrun's environment variables, or a user's environment that is written as such.
 
     The processes meet at a store. With torchrun, its agent may serve the store (``TORCHELASTIC_USE_AGENT_STORE``); the
     store then holds keys of ranks from before a restart. Otherwise rank 0 serves it.
-
-    With SLURM, rank 0 is on the first node of the step, unless ``MASTER_ADDR`` names another host. The port follows
-    from the job's number, so two steps of one job at the same time need a ``MASTER_PORT`` each.
-
-    MPI does not name the host of rank 0, so a run on several nodes needs both variables. On one node the port follows
-    from the job's name (``PMIX_NAMESPACE``), which Open MPI sets and Hydra does not.
 
     Rank 0 of another job may serve a store at the same address, which ``fresh_store`` notices. An agent of torchrun may
     serve the store of several jobs, so each job uses a part of that store.
@@ -335,12 +322,10 @@ class Environment:
     Attributes:
         name: The launcher's name, for messages.
         environ: The environment variables.
-        names: The names of the variables with the rank, the number of ranks, and the rank on this node.
     """
 
     name: str
     environ: Mapping[str, str]
-    names: tuple[str, str, str]
 
     @property
     def place(self) -> Place:
@@ -349,12 +334,12 @@ class Environment:
         Raises:
             ValueError: If a variable is missing or makes no sense.
         """
-        rank, world_size = self._number(self.names[0]), self._number(self.names[1])
+        rank, world_size = self._number("RANK"), self._number("WORLD_SIZE")
         if rank >= world_size:
-            self._refuse(f"{self.names[0]}={rank} is not below {self.names[1]}={world_size}")
+            self._refuse(f"RANK={rank} is not below WORLD_SIZE={world_size}")
         # Systems that start one process on each node set no number on the node.
-        is_alone = world_size == 1 and self.names[2] not in self.environ
-        return Place(rank, world_size, 0 if is_alone else self._number(self.names[2]))
+        is_alone = world_size == 1 and "LOCAL_RANK" not in self.environ
+        return Place(rank, world_size, 0 if is_alone else self._number("LOCAL_RANK"))
 
     def store(self) -> dist.Store:
         """Connect to the store where the processes meet, and serve it first if that is the task of this rank.
@@ -379,18 +364,10 @@ class Environment:
 
     def address(self) -> tuple[str, int]:
         """Return host and port of the store."""
-        get = self.environ.get
-        host, port = get("MASTER_ADDR"), self._number("MASTER_PORT") if get("MASTER_PORT") else None
-        if self.names[0] == "SLURM_PROCID":
-            host = host or _first_host(get("SLURM_STEP_NODELIST") or get("SLURM_JOB_NODELIST") or "")
-            port = port or _FIRST_PORT + self._number("SLURM_JOB_ID") % _PORTS
-        elif str(self.place.world_size) in (get("OMPI_COMM_WORLD_LOCAL_SIZE"), get("MPI_LOCALNRANKS")):
-            host = host or _LOOPBACK
-            if job := get("PMIX_NAMESPACE"):
-                port = port or _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+        host, port = self.environ.get("MASTER_ADDR"), self.environ.get("MASTER_PORT")
         if not host or not port:
             self._refuse("MASTER_ADDR and MASTER_PORT do not name rank 0's node and a free port on it")
-        return host, port
+        return host, self._number("MASTER_PORT")
 
     def _number(self, name: str) -> int:
         text = self.environ.get(name, "")
@@ -448,7 +425,7 @@ def environment_of(own: ClusterEnvironment) -> Environment:
             "MASTER_ADDR": str(own.main_address or ""),
             "MASTER_PORT": str(own.main_port),
         }
-        environment = Environment(type(own).__name__, environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        environment = Environment(type(own).__name__, environ)
         _ = environment.place, environment.address()
         return environment
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -476,36 +453,14 @@ def launcher_of(world_size: int, own: Environment | None = None) -> Environment 
 
 
 def detect_environment(environ: Mapping[str, str]) -> Environment | None:
-    """Return the launcher that started this process, or ``None`` without one; torchrun first, then SLURM, then MPI.
+    """Return torchrun's environment if it has started this process, or somebody has set its variables; or ``None``.
 
     Args:
         environ: The environment variables of the process.
     """
-    # torchrun is often called by srun or mpirun once on each node: the innermost launcher started this process.
     # RANK alone is too common a name to identify torchrun.
     by_hand = "RANK" in environ and ("WORLD_SIZE" in environ or "LOCAL_RANK" in environ)
-    if by_hand or "TORCHELASTIC_RUN_ID" in environ:
-        return Environment("torchrun", environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    # If mpirun runs inside an allocation of SLURM, its processes all inherit the number of the task that called it.
-    by_mpi = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
-    # A batch script has the number of a task too, and no step: the tasks of its job do not run.
-    if {"SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_ID"} <= environ.keys() and not by_mpi:
-        # The shell of salloc may be a step of its own, with one task. Processes that srun starts there have its name.
-        job, alone = environ.get("SLURM_JOB_NAME"), environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
-        if job != "bash" and not (job == "interactive" and alone):
-            return Environment("SLURM's srun", environ, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        of_mpi = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-        return Environment("MPI's mpirun", environ, of_mpi)
-    if "PMI_RANK" in environ:
-        return Environment("MPI's mpiexec", environ, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"))
-    return None
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of a node list as SLURM writes it: ``node003`` for ``node[003-005,9],login``; or ``""``."""
-    first = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|$)", nodes)
-    return re.sub(r"\[(\d+)[^]]*\]", r"\1", first.group()) if first else ""
+    return Environment("torchrun", environ) if by_hand or "TORCHELASTIC_RUN_ID" in environ else None
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------

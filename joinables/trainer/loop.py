@@ -50,6 +50,8 @@ class Fit(Run):
         self.snapshots = Snapshots(self.collective, partial(checkpoint.take, self))
         self._accumulated = 1
         """The number of batches in one optimizer step of this epoch."""
+        self._window_samples = 0
+        """The number of samples since the last optimizer step."""
         self.trained: dict[str, Any] | None = None
         """The snapshot at the end of the fit, or an empty one once only the end is left; a failure would lose it."""
 
@@ -242,6 +244,8 @@ class Fit(Run):
         (optimizer,) = self.optimizers
         if index % k == 0:
             optimizer.zero_grad()
+            self._window_samples = 0
+        self._window_samples += self.samples
         with self.autocast():
             outputs: Any = self.module.training_step(batch, index)
         loss = cast("dict[str, Any]", outputs).get("loss") if isinstance(outputs, dict) else outputs
@@ -254,7 +258,8 @@ class Fit(Run):
         self.backward(self.scaler.scale(loss), sync=sync)
         if sync:
             self.scaler.unscale_(optimizer)
-            self._prepare_gradients()
+            with replaced(self, "samples", self._window_samples):  # values logged there are of the whole step
+                self._prepare_gradients()
             self.scaler.step(optimizer)
             self.scaler.update()
             self.trainer.global_step += 1

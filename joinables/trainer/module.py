@@ -30,25 +30,18 @@ The annotation of ``trainer`` is ``Any``, since the file that defines ``Trainer`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
-from typing_extensions import Never
+import torch.distributed as dist
+from typing_extensions import override
 
 from joinables._torch.objects import compiled_from
+from joinables.trainer.arguments import REST, lacking
 from joinables.trainer.metrics import Reduction
-
-
-def _missing(name: str, instead: str) -> Callable[..., Never]:
-    """Return a method of Lightning's that raises an error with what to do instead."""
-
-    def missing(*_: Any, **__: Any) -> Never:
-        #: Do what the message says.
-        raise NotImplementedError(f"TrainModule has no {name}. {instead}. [J743]")
-
-    return missing
 
 
 class TrainModule(torch.nn.Module):
@@ -102,9 +95,10 @@ class TrainModule(torch.nn.Module):
     def batch_size(self, batch: Any) -> int | None:
         """Return the number of samples in a batch, which weighs its gradients and metrics.
 
-        Override it if the trainer counts wrong. By default, it counts the elements of the data set that a
-        ``DataLoader`` puts into the batch. For other loaders, and if no tensor of the batch has that length, it counts
-        the rows of the first tensor. Without tensors, it asks objects for ``num_graphs`` or their length.
+        Override it if the trainer counts wrong. A batch of 0 samples counts for nothing. By default, and for ``None``,
+        the trainer counts the elements of the data set that a ``DataLoader`` puts into the batch. For other loaders,
+        and if no tensor of the batch has that length, it counts the rows of the first tensor. Without tensors, it asks
+        objects for ``num_graphs`` or their length.
         """
 
     # -- hooks that a user may override -------------------------------------------------------------------------------
@@ -221,7 +215,10 @@ class TrainModule(torch.nn.Module):
         """Add entries to a checkpoint."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read entries from a checkpoint."""
+        """Read entries from a checkpoint before it is loaded, or replace them, such as ``"module"``, the weights.
+
+        ``fit``, ``validate``, ``test`` and ``predict`` call it if they get a ``ckpt_path``, on all ranks.
+        """
 
     # -- what a user calls --------------------------------------------------------------------------------------------
 
@@ -284,11 +281,6 @@ class TrainModule(torch.nn.Module):
         if self._trainer is None or self.global_rank == 0:
             print(*values, **options)
 
-    save_hyperparameters = _missing("save_hyperparameters", "Set self.hparams to a dict, which loggers receive")
-    load_from_checkpoint = _missing(
-        "load_from_checkpoint", "Make the module, and pass ckpt_path= to validate, test or predict, or load the weights"
-    )
-
     def all_gather(self, tensor: torch.Tensor | float) -> torch.Tensor:
         """Return the tensors of all ranks, without grad.
 
@@ -307,10 +299,12 @@ class TrainModule(torch.nn.Module):
             RuntimeError: If other ranks may not call it. Nothing is sent.
             ValueError: On all ranks, if their shapes, dtypes or types of devices differ.
         """
-        return self.trainer.run.gather(tensor)
+        return self.trainer.run.together("all_gather").all_gather(tensor)
 
-    def reduce(self, tensor: torch.Tensor | float, op: Reduction = "mean") -> torch.Tensor:
-        """Return the reduction of a tensor over all ranks, without grad; ``tensor`` itself stays as it is.
+    def reduce(
+        self, tensor: torch.Tensor | float, op: Reduction = "mean", group: dist.ProcessGroup | None = None
+    ) -> Any:
+        """Return the reduction of a tensor or number over all ranks, without grad; ``tensor`` itself stays as it is.
 
         All ranks have the same weight, whatever their numbers of samples. :meth:`log` weighs values by samples.
 
@@ -318,11 +312,12 @@ class TrainModule(torch.nn.Module):
             tensor: A tensor of the same shape and dtype on all ranks, or a number. For the places where you can call
                 this, and for the errors, see :meth:`all_gather`.
             op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Means of integers have torch's default dtype.
+            group: The ranks, which all call this; by default all ranks of the run.
 
         Returns:
-            A tensor of the shape of ``tensor``.
+            A tensor of the shape of ``tensor``, or a number if ``tensor`` is one.
         """
-        return self.trainer.run.reduce(tensor, op)
+        return self.trainer.run.together("reduce").reduce(tensor, group, op)
 
     def optimizers(self) -> Any:
         """Return the optimizer of the run, or a list if it has several."""
@@ -369,6 +364,26 @@ class TrainModule(torch.nn.Module):
     def global_rank(self) -> int:
         """Rank of this process, from 0."""
         return self.trainer.global_rank
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python finds an attribute of the class before a part of the module, so the part would never run.
+        if isinstance(value, torch.nn.Module) and hasattr(type(self), name):
+            raise ValueError(
+                f"{type(self).__name__} gets a part called {name!r}, which {name!r} of its class would hide. Use"
+                f" another name for the part. If a checkpoint has it as {name!r}, rename it there in"
+                " on_load_checkpoint. [J872]"
+            )
+        super().__setattr__(name, value)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            raise lacking(type(self).__name__, name, TrainModule) from None
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
@@ -457,22 +472,17 @@ class Callback:
     def on_save_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         """Add entries to a checkpoint; called on the rank that writes it."""
 
-    def on_load_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: Mapping[str, Any]) -> None:
-        """Read entries from a checkpoint."""
+    def on_load_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        """Read or replace entries of a checkpoint; called after the module's ``on_load_checkpoint``."""
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 
-_NAMES = """
-add_to_queue backward configure_callbacks configure_gradient_clipping configure_model configure_sharded_model
-get_from_queue lr_scheduler_step on_after_backward on_after_batch_transfer on_batch_end on_batch_start
-on_before_backward on_before_batch_transfer on_before_zero_grad on_epoch_end on_epoch_start on_fit_end on_fit_start
-on_predict_model_eval on_predict_model_train on_test_model_eval on_test_model_train on_validation_model_eval
-on_validation_model_train on_validation_model_zero_grad optimizer_step optimizer_zero_grad test_epoch_end test_step_end
-training_epoch_end training_step_end transfer_batch_to_device validation_epoch_end validation_step_end
-"""
-_UNCALLED = frozenset(_NAMES.split())
-"""Methods that Lightning calls on modules and callbacks, and this trainer does not."""
+_HOOK = re.compile(
+    r"(on_|configure_)\w+|(optimizer|lr_scheduler)_step|optimizer_zero_grad|backward|transfer_batch_to_device"
+    r"|\w+_(step|epoch)_end|\w+_(to|from)_queue"
+)
+"""The names of hooks. A method of such a name that the trainer does not call would be left out silently."""
 
 _NEEDED = {
     "fit": ("training_step", "configure_optimizers"),
@@ -482,8 +492,14 @@ _NEEDED = {
 }
 
 
-def check_module(module: Any, stage: str, *, calls_val_dataloader: bool = True) -> None:
-    """Raise a ``TypeError`` for a module without a method that the stage needs, or with hooks that are never called."""
+def check_module(module: Any, stage: str, loaders: Mapping[str, Any]) -> None:
+    """Raise a ``TypeError`` for a module without a method that the stage needs, or with hooks that are never called.
+
+    Args:
+        module: The module.
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        loaders: The arguments with loaders, by name.
+    """
     if isinstance(inner := compiled_from(module), TrainModule):
         raise TypeError(
             f"module is torch.compile({type(inner).__name__}), and torch.compile compiles no training_step. Pass the"
@@ -504,7 +520,14 @@ def check_module(module: Any, stage: str, *, calls_val_dataloader: bool = True) 
                     f"{type(module).__name__}.{name} does not accept a batch and its index ({error}). Define it as"
                     f" {name}(self, batch, batch_idx). [J744]"
                 ) from error
-    refuse_hooks(module, _UNCALLED if calls_val_dataloader else _UNCALLED | {"val_dataloader"})
+    refuse_hooks(module, TrainModule)
+    for name, loader in loaders.items():
+        part = name.removesuffix("loader") or f"{stage.removesuffix('idate')}_"
+        if loader is None and callable(getattr(type(module), f"{part}dataloader", None)):
+            raise TypeError(
+                f"{name} is None, and the trainer does not call {part}dataloader of {type(module).__name__}. Pass"
+                f" {name}=module.{part}dataloader() to {stage}. [J871]"
+            )
 
 
 def check_callback(callback: Any) -> None:
@@ -512,15 +535,15 @@ def check_callback(callback: Any) -> None:
     if not isinstance(callback, Callback):
         kind = type(callback).__name__
         raise TypeError(f"callbacks has an object of type {kind}. Derive it from joinables.trainer.Callback. [J177]")
-    hooks = {name for name in (*_UNCALLED, *vars(TrainModule)) if name.startswith("on_")}
-    refuse_hooks(callback, hooks - vars(Callback).keys())
+    refuse_hooks(callback, Callback)
 
 
-def refuse_hooks(hooked: object, uncalled: Set[str]) -> None:
-    """Raise a ``TypeError`` for a module or a callback with methods that Lightning calls and the trainer does not."""
+def refuse_hooks(hooked: object, base: type) -> None:
+    """Raise a ``TypeError`` for a module or a callback with hooks that its base does not have."""
     kind = type(hooked)
-    if names := sorted(name for name in uncalled if callable(getattr(kind, name, None))):
+    names = (name for name in dir(kind) if _HOOK.fullmatch(name) and not hasattr(base, name))
+    if uncalled := [name for name in names if callable(getattr(kind, name))]:
         raise TypeError(
-            f"{kind.__name__} has hooks that the trainer does not call: {', '.join(names)}. Move their statements into"
-            " hooks that it calls, and rename methods that are not meant as hooks. [J210]"
+            f"{kind.__name__} has hooks that the trainer does not call: {', '.join(uncalled)}. Move their statements"
+            f" into hooks that it calls, and rename methods that are not meant as hooks. {REST}. [J210]"
         )

@@ -31,10 +31,7 @@ _LONGEST_PAUSE = 0.05  # seconds, before rank 0 looks again
 
 def job_of(environ: Mapping[str, str], world_size: int) -> str:
     """Return a text that is equal for all ranks of a job, and in practice different for ranks of another job."""
-    names = ["TORCHELASTIC_RUN_ID"] if "TORCHELASTIC_RUN_ID" in environ else ["SLURM_JOB_ID", "PMIX_NAMESPACE"]
-    if "RANK" not in environ:  # otherwise each node may have a step of its own
-        names.append("SLURM_STEP_ID")
-    known = [f"{name}={environ[name]}" for name in names if name in environ]
+    known = [f"{name}={environ[name]}" for name in ("TORCHELASTIC_RUN_ID",) if name in environ]
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):  # an agent may start a different number of ranks later
         known.append(f"{world_size} ranks")
     return ", ".join([*known, f"user {os.getuid()}"])

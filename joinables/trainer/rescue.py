@@ -109,9 +109,9 @@ class Rescue:
         # Entries of a hook, a callback or get_extra_state may be objects that cannot be written, or not be read again.
         for io, kept in ((self.io, state), (file, state), (file, {"module": weights}), (file, {"module": tensors})):
             try:
-                io.save(kept, path)
-                load = "torch" if type(io) is FileCheckpointIO else "trainer.strategy.checkpoint_io"
-                return f"{load}.load({path!r})['module'] returns the trained weights."
+                io.save_checkpoint(kept, path)
+                load = "torch.load" if type(io) is FileCheckpointIO else "trainer.checkpoint_io.load_checkpoint"
+                return f"{load}({path!r})['module'] returns the trained weights."
             except Exception as error:
                 problem = described(error)
         return f"Its weights could not be saved: {problem}."

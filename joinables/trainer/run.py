@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeGuard, get_args
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import torch
 from typing_extensions import override
@@ -19,7 +19,6 @@ from join import Join
 from join.batch import map_tensors
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
-from join.collectives.base import describe
 from join.joinable import Burst, OnGroup
 from joinables.modules import replaced
 from joinables.trainer import rng
@@ -329,29 +328,11 @@ class Run:
             held = value.detach() if isinstance(value, torch.Tensor) else value
             self.shown.step[name] = Logged(held, to[0], to[2], f"{name}_step" if to[3] else name)
 
-    def gather(self, value: Any) -> torch.Tensor:
-        """Return a tensor of each rank, stacked; arguments as of ``TrainModule.all_gather``."""
-        tensor = self._agreed("all_gather", value)
-        stacked = tensor.new_empty((self.collective.world_size, *tensor.shape))
-        self.collective.finish(self.collective.all_gather(tensor, stacked.unbind()), on_cpu=tensor.is_cpu)
-        return stacked
-
-    def reduce(self, value: Any, op: Reduction) -> torch.Tensor:
-        """Return a tensor reduced over all ranks; arguments as of ``TrainModule.reduce``."""
-        if op not in (known := get_args(Reduction)):
-            raise ValueError(f"reduce got {op=}, which is unknown. Pass one of {', '.join(map(repr, known))}. [J705]")
-        tensor = self._agreed(f"reduce with {op=}", value)
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        work = self.collective.all_reduce(total, "sum" if op == "mean" else op)
-        self.collective.finish(work, on_cpu=total.is_cpu)
-        return total / self.collective.world_size if op == "mean" else total
-
-    def _agreed(self, call: str, value: Any) -> torch.Tensor:
-        """Return ``value`` as a tensor if all ranks make this call with the same kind of tensor; one object all-gather.
+    def together(self, call: str) -> Strategy:
+        """Return the strategy for a call that all ranks make.
 
         Raises:
             RuntimeError: If other ranks may not make the call. Nothing is sent.
-            ValueError: On all ranks, if their calls differ.
         """
         if self.apart and self.collective.world_size > 1:
             raise RuntimeError(
@@ -359,17 +340,7 @@ class Run:
                 " Call it in a hook that all ranks run, such as on_train_epoch_end or on_validation_epoch_end, or pass"
                 " the value to self.log. Training steps may call it in all epochs with Trainer(uneven='stop'). [J703]"
             )
-        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
-        own = f"{call} of {describe(tensor.dtype, tensor.shape)} on {tensor.device.type}"
-        calls: list[str] = self.collective.all_gather_object(own, plain=True)
-        if calls.count(own) < len(calls):
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
-            raise ValueError(
-                f"The ranks made different calls ({texts}). Pass tensors of one shape and dtype on all ranks, in the"
-                " same order of calls. To gather objects of any size in a list, call"
-                " self.trainer.strategy.collective.all_gather_object(value). [J704]"
-            )
-        return tensor
+        return self.trainer.strategy
 
     def reduce_metrics(self) -> dict[str, float]:
         """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""

@@ -39,8 +39,8 @@ class SampleCounter:
 
     def __call__(self, batch: Any, index: int) -> int:
         """Return the number of samples in the batch with this index."""
-        if self._counts:
-            return int(type(self._module).batch_size(self._module, batch) or 0)
+        if self._counts and (own := type(self._module).batch_size(self._module, batch)) is not None:
+            return int(own)
         samples, expected = samples_in(batch), self._rest if index == self._last else self._full
         if samples == expected:
             return samples

@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,14 @@ from typing_extensions import override
 from join import Join, JoinReport
 from join.collectives import Collective, SingleCollective, collective_of
 from join.collectives._torch_private import thawed
+from join.collectives.base import describe
 from joinables._torch import reducer
 from joinables._torch.objects import mark_stepped
 from joinables.loss_gate import LossGate, leaves_of
 from joinables.modules import replaced
+from joinables.trainer.arguments import REST
 from joinables.trainer.launch import ClusterEnvironment, Environment, Launcher, StartMethod, environment_of
+from joinables.trainer.metrics import Reduction
 
 if TYPE_CHECKING:
     from joinables.zero import ZeroRedundancyOptimizer
@@ -53,10 +57,8 @@ class Strategy:
     shards_optimizers: bool = False
     report: JoinReport | None = None
     """Report on the ranks in the last block, which is an epoch."""
-    checkpoint_io: Any = None
-    """Object that saves, loads and removes checkpoints; the trainer sets it."""
     worker_logs: Path | None = None
-    """Folder for the output of processes that this strategy starts; ``None`` to write where this process writes."""
+    """Folder for the output of processes that this strategy starts; the trainer sets it before ``launch``."""
     environment: Environment | None = None
     """Place of this process, if the user has passed a cluster environment."""
 
@@ -117,7 +119,7 @@ class Strategy:
                 call, on all ranks.
             **options: Options of ``torch.Tensor.backward``.
         """
-        if weight is None or (sync and not self._window):
+        if weight is None or (weight and sync and not self._window):
             loss.backward(**options)
             return
         # The division by a weight of the window keeps gradients at their usual size, which half precision can hold.
@@ -126,9 +128,66 @@ class Strategy:
         (loss * (weight / self._unit)).backward(**options)
         if sync:
             for parameter in self._module.parameters():
-                if parameter.grad is not None:
+                if parameter.grad is not None and self._window:  # otherwise no batch weighs anything
                     parameter.grad.div_(self._window)
             self._window = 0.0
+
+    # Wrappers of collectives, which all ranks call together. They are Lightning's.
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.collective.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank ``src``, which is anything that pickle supports."""
+        return self.collective.broadcast_object(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks pass ``True``, or, with ``all=False``, whether any does."""
+        return self.collective.reduce_boolean_decision(decision, all=all)
+
+    def all_gather(self, tensor: torch.Tensor | float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked; as ``TrainModule.all_gather``, but in any place."""
+        own, collective = self._agreed("all_gather", tensor, group)
+        stacked = own.new_empty((collective.world_size, *own.shape))
+        collective.finish(collective.all_gather(own, stacked.unbind()), on_cpu=own.is_cpu)
+        return stacked
+
+    def reduce(
+        self, tensor: torch.Tensor | float, group: dist.ProcessGroup | None = None, reduce_op: Reduction = "mean"
+    ) -> Any:
+        """Return the reduction over all ranks; as ``TrainModule.reduce``, but in any place."""
+        if reduce_op not in (known := get_args(Reduction)):
+            raise ValueError(
+                f"reduce got {reduce_op!r}, which is unknown. Pass one of {', '.join(map(repr, known))}. [J705]"
+            )
+        own, collective = self._agreed(f"reduce with {reduce_op!r}", tensor, group)
+        total = own.clone(memory_format=torch.contiguous_format)
+        work = collective.all_reduce(total, "sum" if reduce_op == "mean" else reduce_op)
+        collective.finish(work, on_cpu=total.is_cpu)
+        total = total / collective.world_size if reduce_op == "mean" else total
+        return total if isinstance(tensor, torch.Tensor) else total.item()
+
+    def _agreed(self, call: str, value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Collective]:
+        """Return ``value`` as a tensor, and the ranks, if all make the call with the same kind of tensor.
+
+        One object all-gather.
+
+        Raises:
+            ValueError: On all ranks, if their calls differ.
+        """
+        collective = self.collective if group is None else collective_of(group)
+        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+        own = f"{call} of {describe(tensor.dtype, tensor.shape)} on {tensor.device.type}"
+        calls: list[str] = collective.all_gather_object(own, plain=True)
+        if calls.count(own) < len(calls):
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
+            raise ValueError(
+                f"The ranks made different calls ({texts}). Pass tensors of one shape and dtype on all ranks, in the"
+                " same order of calls. To gather objects of any size in a list, call"
+                " self.trainer.strategy.collective.all_gather_object(value). [J704]"
+            )
+        return tensor, collective
 
     def teardown(self) -> None:
         """Take down ``collective``, and drop the wrapper and its buckets, if there are any.
@@ -164,8 +223,8 @@ class DDPStrategy(Strategy):
         ddp_comm_wrapper: A wrapper of the hook, such as ``fp16_compress_wrapper``.
         timeout: Seconds that a rank waits for the others in an epoch, as in ``Join``. With a
             timeout, every rank waits for the others before each backward, whether the data are even or not.
-        cluster_environment: The launcher that has started the processes, if it is not torchrun, SLURM or MPI. Then the
-            environment variables of these are not read.
+        cluster_environment: The launcher that has started the processes, such as SLURM or MPI, if it is not torchrun.
+            Then torchrun's environment variables are not read.
         **ddp_kwargs: Other arguments of ``DistributedDataParallel``.
     """
 
@@ -326,6 +385,9 @@ def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
+_zero = partial(DDPStrategy, shard_optimizers=True)
+_finds_unused = partial(DDPStrategy, find_unused_parameters=True)
+
 _registry: dict[str, tuple[Callable[[], Strategy], str]] = {
     "single": (Strategy, "one process, no wrapper"),
     "ddp": (DDPStrategy, "DDP; processes are spawned, unless a launcher has started them"),
@@ -333,12 +395,16 @@ _registry: dict[str, tuple[Callable[[], Strategy], str]] = {
     "ddp_fork": (lambda: DDPStrategy("fork"), "DDP in forked processes: in notebooks, before anything was computed"),
     "ddp_forkserver": (lambda: DDPStrategy("forkserver"), "DDP in processes that a server forks"),
     "ddp_zero": (
-        lambda: DDPStrategy(shard_optimizers=True),
+        _zero,
         "DDP with ZeroRedundancyOptimizer: each rank keeps a part of the optimizer's state",
     ),
-    "ddp_find_unused_parameters_true": (
-        lambda: DDPStrategy(find_unused_parameters=True),
-        "DDP for steps that reach a part of the parameters only",
+    "ddp_sharded": (_zero, "the same as ddp_zero"),
+    "ddp_sharded_spawn": (_zero, "the same as ddp_zero"),
+    "ddp_find_unused_parameters_true": (_finds_unused, "DDP for steps that reach a part of the parameters only"),
+    "ddp_spawn_find_unused_parameters_true": (_finds_unused, "the same as ddp_find_unused_parameters_true"),
+    "ddp_spawn_find_unused_parameters_false": (
+        partial(DDPStrategy, find_unused_parameters=False),
+        "DDP for steps that reach all parameters, also under manual optimization",
     ),
 }
 
@@ -364,22 +430,6 @@ def strategies() -> dict[str, str]:
     return {name: description for name, (_, description) in sorted(_registry.items())}
 
 
-_OWN = "Derive a Strategy that makes a Collective of its own in setup, or write a loop in a Join block"
-_FSDP = (
-    "FSDP communicates inside a training step, so ranks without data would run your step on dummy batches. Write a loop"
-    " over join.iterate, which does that"
-)
-_XLA = f"torch_xla compiles its collectives into programs for a device that the tests of joinables do not have. {_OWN}"
-_REFUSED = {
-    "horovod": f"Horovod does not build against the supported versions of torch. {_OWN}, under horovodrun",
-    "xla": _XLA,
-    "tpu": _XLA,
-    "fsdp": _FSDP,
-    "fsdp2": _FSDP,
-}
-"""Names of strategies of other trainers that this one does not have: the reason, and what to do instead."""
-
-
 def strategy_of(strategy: str | Strategy) -> Strategy:
     """Return ``strategy``, or a new one if it is a registered name.
 
@@ -388,9 +438,6 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
     """
     if isinstance(strategy, Strategy):
         return strategy
-    if strategy not in _registry and (reason := _REFUSED.get(strategy)):
-        #: "Other backends" on the page "Training without writing a loop" has the reasons.
-        raise ValueError(f"strategy={strategy!r} is not supported. {reason}. [J702]")
     if strategy not in _registry:
-        raise ValueError(f"strategy={strategy!r} is unknown. Use one of {', '.join(strategies())}. [J266]")
+        raise ValueError(f"strategy={strategy!r} is unknown. Use one of {', '.join(strategies())}. {REST}. [J266]")
     return _registry[strategy][0]()

@@ -1,8 +1,8 @@
 """Training, validation, test and prediction in one call each: :class:`Trainer`.
 
 A call runs one function, :func:`work`, on every rank and returns its result. The trainer starts the processes, or
-torchrun, SLURM or MPI have started them; all the rest is the same in both cases. The process that called receives the
-weights, the optimizer state, the counters and the metrics. So a second ``fit`` continues after the first.
+a launcher such as torchrun has started them; all the rest is the same. The process that called receives the weights,
+the optimizer state, the counters and the metrics. So a second ``fit`` continues after the first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from joinables.modules import keeping_modes, replaced
 from joinables.processes import ending_forks
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
-from joinables.trainer.arguments import check_choice, check_kinds
-from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, checkpoint_io_of, load_checkpoint
+from joinables.trainer.arguments import REST, check_choice, check_kinds, lacking
+from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, checkpoint_io_of, load, load_checkpoint
 from joinables.trainer.data import order_seed
 from joinables.trainer.files import temporary_folder
 from joinables.trainer.launch import RESULT, Environment, launcher_of, write
@@ -47,30 +47,6 @@ logger = logging.getLogger("joinables")
 Checkpoint: TypeAlias = "str | os.PathLike[str] | None"
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-_SHORTER = "Pass loaders over torch.utils.data.Subset(dataset, range(n))"
-_ELSEWHERE = {
-    **{f"limit_{stage}_batches": _SHORTER for stage in ("train", "val", "test", "predict")},
-    "fast_dev_run": f"Pass Trainer(max_epochs=1, logger=False). {_SHORTER}",
-    "val_check_interval": "Validation follows each epoch. Shorten epochs with torch.utils.data.Subset",
-    "check_val_every_n_epoch": "Validation follows each epoch. Train on torch.utils.data.ConcatDataset([dataset] * n)",
-    "num_sanity_val_steps": "Remove it, and call validate(module, loader) before fit",
-    "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_train_start",
-    "deterministic": "Call torch.use_deterministic_algorithms(True) in on_train_start",
-    "plugins": "Pass Trainer(strategy=DDPStrategy(cluster_environment=...)) or Trainer(checkpoint_io=...)",
-    "sync_batchnorm": "Write a loop over join.iterate",
-    "max_time": "Set trainer.should_stop = True in a callback's on_train_epoch_end",
-    "min_epochs": "Set trainer.should_stop = False in on_train_epoch_end of a callback after EarlyStopping",
-    "enable_checkpointing": "Remove it. Only a ModelCheckpoint in callbacks= writes checkpoints",
-    "enable_model_summary": "Remove it. The trainer prints no summary, and print(module) prints one",
-    "use_distributed_sampler": "Remove it. A sampler with an attribute num_replicas distributes its samples itself",
-    **dict.fromkeys(("train_dataloaders", "val_dataloaders", "dataloaders"), "Pass loaders as {}"),
-    "datamodule": "Pass loaders as {}. Call its methods prepare_data, setup and train_dataloader for them",
-}
-"""Arguments of Lightning's ``Trainer`` and its methods that this one does not have, and what to do instead.
-
-The names of the loaders of the called method replace braces.
-"""
 
 
 @dataclass(frozen=True)
@@ -104,13 +80,13 @@ class Trainer(TrainerState):
     """Trainer of modules on one process or many, whose numbers of batches may differ.
 
     Args:
-        devices: The number of processes on this node. ``"auto"`` is the number of processes that torchrun, SLURM or MPI
-            have started; without a launcher one for each GPU, or 1.
+        devices: The number of processes on this node. ``"auto"`` is the number of processes that torchrun has
+            started; without torchrun one for each GPU, or 1.
         num_nodes: The number of nodes. More than one needs a launcher, such as torchrun.
         accelerator: ``"cpu"``, or torch's name of the devices of this machine, such as ``"cuda"``. ``"gpu"`` is this
             machine's accelerator under any name. ``"auto"`` is the accelerator if there is one, and the CPU otherwise.
         strategy: A name from ``strategies()``, or a ``Strategy``. ``"auto"`` is ``"single"`` for one process and
-            ``"ddp"`` for several. With ``"single"`` under torchrun, SLURM or MPI, each process trains by itself.
+            ``"ddp"`` for several. With ``"single"`` under torchrun, each process trains by itself.
         precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
         max_epochs: The number of epochs to stop after, over all fits; -1 for no limit. The default is one epoch, or no
             limit if ``max_steps`` is set.
@@ -121,10 +97,9 @@ class Trainer(TrainerState):
             ends the epoch with the first rank that is out of data, and ``"error"`` raises.
         callbacks: Objects that are called at certain points of a run.
         default_root_dir: The folder for files; by default, the current directory.
-        logger: A logger or several, which receive the metrics: ``CSVLogger``, ``TensorBoardLogger``, a logger of
-            Lightning, or any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. ``True`` is a
-            ``CSVLogger``, and ``False`` no logger. ``None`` is a ``CSVLogger``, too, but a warning says if it cannot
-            write, and the run continues.
+        logger: A logger or several, which receive the metrics: ``CSVLogger()``, a logger of Lightning, or any object
+            with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. With ``None`` or ``False``, nothing is
+            logged. If a logger raises, the fit continues, and a warning has the reason.
         log_every_n_steps: The number of optimizer steps between the values of single steps that loggers receive; 0 for
             none.
         enable_progress_bar: Whether rank 0 shows its progress on stderr; by default, if stderr is a terminal or this is
@@ -177,8 +152,8 @@ class Trainer(TrainerState):
                 f"{strategy=} trains in a single process, but the trainer has {self.world_size}. Remove strategy= from"
                 " the Trainer's arguments, or pass devices=1. [J174]"
             )
-        self.strategy.checkpoint_io = checkpoint_io_of(checkpoint_io)
-        self.strategy.worker_logs = None if worker_logs is None else Path(worker_logs).absolute()
+        self.checkpoint_io = checkpoint_io_of(checkpoint_io)
+        self._worker_logs = None if worker_logs is None else Path(worker_logs).absolute()
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:
             raise ValueError("'16-mixed' cannot train with sharded optimizers. Pass precision='bf16-mixed'. [J267]")
@@ -186,7 +161,7 @@ class Trainer(TrainerState):
         self.max_steps, self.seed, self.uneven = max_steps, seed, uneven
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
         shows = is_watched() if enable_progress_bar is None else enable_progress_bar
-        logs = Logs(loggers_of(logger), log_every_n_steps, may_fail=logger is None)
+        logs = Logs(loggers_of(logger), log_every_n_steps)
         self.callbacks = _in_order(callbacks, [*[ProgressBar()] * shows, *[logs] * bool(logs.loggers)])
         self.default_root_dir = Path(default_root_dir or ".").absolute()
         self.metrics = {}
@@ -229,11 +204,11 @@ class Trainer(TrainerState):
                 distributes them itself.
             val_loader: Batches to validate on after every epoch.
             ckpt_path: A checkpoint to resume from, with its weights, instead of the last fit.
-            **others: None; names of Lightning's arguments raise an error that says what to pass instead.
+            **others: None; unknown names raise an error.
         """
-        check_module(module, "fit", calls_val_dataloader=val_loader is not None)
+        check_module(module, "fit", {})
         if val_loader is not None:
-            check_module(module, "validate")
+            check_module(module, "validate", {})
         if not (is_limit(self.max_epochs) or is_limit(self.max_steps)):
             raise ValueError(
                 f"max_epochs={self.max_epochs} and max_steps={self.max_steps} set no end to this fit. Set one of them"
@@ -278,19 +253,19 @@ class Trainer(TrainerState):
     ) -> Result:
         """Run a stage on all ranks, and bring its results into this process."""
         _refuse_unknown(getattr(self, stage), others)
-        check_module(module, stage)
+        check_module(module, stage, loaders)
         loaders = {name: _checked_loader(name, loader) for name, loader in loaders.items()}
         self.callbacks = _in_order(self.callbacks)  # the user may have changed them
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
-        is_file = isinstance(self.strategy.checkpoint_io, FileCheckpointIO)
+        is_file = isinstance(self.checkpoint_io, FileCheckpointIO)
         if is_file and ckpt_path in ("best", "last") and not os.path.exists(ckpt_path):
             raise FileNotFoundError(
                 f"{ckpt_path=} is not the path of a file. Pass keeper.{ckpt_path}_model_path, where keeper is the"
                 " ModelCheckpoint of the trainer, or the path of one of its files. [J742]"
             )
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
-        saved = None if ckpt_path is None else load_checkpoint(self.strategy.checkpoint_io, ckpt_path)
+        saved = None if ckpt_path is None else load_checkpoint(self.checkpoint_io, ckpt_path)
         if stage == "fit":
             self._begin(module)
             saved = saved or self._last_state
@@ -299,6 +274,7 @@ class Trainer(TrainerState):
             with temporary_folder() as folder:
                 seed = order_seed(loaders.get("train_loader"), self.seed)
                 task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
+                self.strategy.worker_logs = self._worker_logs
                 try:
                     outcome = self.strategy.launch(
                         self.world_size, self._accelerator, work, self, module, loaders, task
@@ -342,6 +318,9 @@ class Trainer(TrainerState):
         for callback in self.callbacks:
             self._first_states.setdefault(callback.state_key, copy.deepcopy(callback.state_dict()))
 
+    def __getattr__(self, name: str) -> Never:
+        raise AttributeError(name) if name.startswith("_") else lacking("Trainer", name, Trainer)
+
     def __getstate__(self) -> dict[str, Any]:
         # Another process receives these states with its task.
         return {**vars(self), "_last_module": None, "_last_state": None, "_first_states": {}}
@@ -384,7 +363,7 @@ class Trainer(TrainerState):
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process; outside a run 0, or the rank that torchrun, SLURM or MPI have set."""
+        """Rank of this process; outside a run 0, or the rank that torchrun has set."""
         if self._run is not None:
             return self._run.collective.rank
         environment = self._environment
@@ -434,7 +413,7 @@ class Trainer(TrainerState):
                 )
             state = None if state is None else {**state, "module": module.state_dict()}
         if state is not None:
-            self.strategy.checkpoint_io.save(state, os.fspath(path))
+            self.checkpoint_io.save_checkpoint(state, os.fspath(path))
         return state is not None
 
     @property
@@ -444,7 +423,7 @@ class Trainer(TrainerState):
 
     @property
     def _rescue(self) -> Rescue:
-        return Rescue(self.default_root_dir, self.strategy.checkpoint_io)
+        return Rescue(self.default_root_dir, self.checkpoint_io)
 
     def note(self, callback: Callback) -> None:
         """Send a callback's state to the process that started the run, which receives it even if the run fails."""
@@ -468,11 +447,8 @@ class Trainer(TrainerState):
 def _refuse_unknown(called: Callable[..., Any], names: Iterable[str]) -> None:
     """Raise a ``TypeError`` for the first name, which is not an argument of the class or method that was called."""
     known = [*inspect.signature(called).parameters][:-1]
-    loaders = " and ".join(each for each in known if "loader" in each) or "arguments of fit, validate, test or predict"
     for name in names:
-        instead = _ELSEWHERE.get(name, f"Use one of {', '.join(known)}").format(loaders)
-        #: For an argument of Lightning's Trainer, do what the message says. Otherwise pass an argument that it lists.
-        raise TypeError(f"{called.__name__} has no argument {name!r}. {instead}. [J643]")
+        raise TypeError(f"{called.__name__} has no argument {name!r}. Use one of {', '.join(known)}. {REST}. [J643]")
 
 
 def _checked_loader(name: str, loader: Any) -> Any:
@@ -514,8 +490,8 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: str | 
     too_many = (num_nodes > 1 and started is None) or (gpus is not None and devices != "auto" and devices > gpus)
     if wanted < 1 or too_many or (started not in (None, wanted) and not (alone and wanted == 1)):
         raise ValueError(
-            f"{devices=} and {num_nodes=} do not fit this machine's GPUs ({gpus}) or the processes that torchrun,"
-            f" SLURM, MPI or cluster_environment started ({started}). Remove devices and num_nodes from the Trainer's"
+            f"{devices=} and {num_nodes=} do not fit this machine's GPUs ({gpus}) or the processes that torchrun or"
+            f" cluster_environment started ({started}). Remove devices and num_nodes from the Trainer's"
             " arguments, or pass strategy='single' to have each process train by itself. [J172]"
         )
     return wanted
@@ -617,7 +593,7 @@ def _outcome(
                 state = run.trained = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, run.snapshots.take())
             else:
                 if task.saved is not None:
-                    module.load_state_dict(task.saved["module"])
+                    load(run, task.saved)
                 outputs["metrics"], outputs["predictions"] = evaluate(run, loaders["loader"], task.stage)
             if run.collective.rank == 0:
                 with replaced(run, "apart", "results_to_return"):
@@ -644,20 +620,31 @@ def _outcome(
 
 @contextmanager
 def _calling_callbacks(run: Run) -> Generator[None]:
-    """Return a context that calls the callbacks' ``on_start``, ``on_end``, and ``on_exception`` if it raises."""
+    """Return a context that calls the callbacks' ``on_start``, ``on_exception`` if it raises, and the last hooks.
+
+    All last hooks are called, whatever raises. The context raises the first exception, which is the cause.
+    """
+    raised, stage = list[BaseException](), run.task.stage
+
+    def finish(hook: Callable[..., object], *args: Any) -> None:
+        try:
+            hook(*args)
+        except Exception as error:
+            if raised:
+                logger.exception("a hook raised after the run had raised")
+            raised.append(error)
+
     try:
-        run.call("on_start", run.task.stage)
-        run.takes_metrics = run.task.stage != "predict"
+        run.call("on_start", stage)
+        run.takes_metrics = stage != "predict"
         yield
     except BaseException as error:
         run.apart = "a run that has raised an error"
-        try:
-            run.call("on_exception", error)
-        except Exception:  # the exception of the run says more
-            logger.exception("a callback raised in on_exception")
-        raise
-    finally:
-        run.takes_metrics = False
-        for hook in ("on_end", "teardown"):
-            run.call(hook, run.task.stage)
-        run.module.teardown(run.task.stage)
+        raised.append(error)
+    run.takes_metrics = False
+    for name, *args in (("on_exception", *raised), ("on_end", stage), ("teardown", stage)):
+        for callback in run.trainer.callbacks if args else ():
+            finish(getattr(callback, name), run.trainer, run.module, *args)
+    finish(run.module.teardown, stage)
+    if raised:
+        raise raised[0]

@@ -217,12 +217,6 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/launch.py",
-        '"SLURM_PROCID", "SLURM_STEP_ID"}',
-        '"SLURM_PROCID"}',
-        "tests/joinables/trainer/test_environment.py::test_conformance",
-    ),
-    Mutant(
-        "joinables/trainer/launch.py",
         "blame = _OTHERS if isinstance",
         "blame = _OWN if isinstance",
         "tests/joinables/trainer/test_launch.py::test_cause_before_its_consequences",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
-from joinables.trainer import ModelCheckpoint, Trainer, TrainModule
+from joinables.trainer import CSVLogger, ModelCheckpoint, Trainer, TrainModule
 
 TEXT = (Path(__file__).parents[2] / "tutorials" / "data" / "harbour.txt").read_text()
 LETTERS = sorted(set(TEXT))
@@ -68,6 +68,7 @@ def main(folder: Path, processes: int) -> None:
         max_epochs=EPOCHS,
         callbacks=ModelCheckpoint(save_last=True, save_top_k=0, every_n_train_steps=5),
         default_root_dir=folder,
+        logger=CSVLogger(),
     )
     loader = DataLoader(Lines(), GLOBAL_BATCH // processes, shuffle=True)  # the same steps on any number of processes
     if last.exists():

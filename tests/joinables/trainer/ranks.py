@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -24,3 +27,11 @@ def trainer(*, strategy: dict[str, Any] | None = None, **options: Any) -> Traine
     if not dist.is_initialized():
         return Trainer(strategy=Strategy(), devices=1, **options)
     return Trainer(strategy=InPlace(**(strategy or {})), devices=dist.get_world_size(), **options)
+
+
+def free_port() -> int:
+    """A port below those that the system gives to others meanwhile."""
+    while True:
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", random.randrange(20000, 30000)))
+            return one.getsockname()[1]

@@ -196,7 +196,7 @@ class Exchanges(Classifier):
         gathered = self.all_gather(own)
         assert not gathered.requires_grad and gathered[rank].equal(own)
         reduced = [self.reduce(own, op).tolist() for op in ("mean", "sum", "min", "max")]
-        self.found.append((tuple(gathered.shape), reduced, self.reduce(rank).item(), own.tolist()))
+        self.found.append((tuple(gathered.shape), reduced, self.reduce(rank), own.tolist()))
 
     def __getattribute__(self, name: str) -> Any:
         if name == super().__getattribute__("__dict__").get("where"):
@@ -269,11 +269,39 @@ def differs(rank: int) -> str:
 
 def test_calls_that_differ_are_an_error_on_every_rank(pool: Pool) -> None:
     (text,) = set(pool.run(differs, ranks=3))
-    assert "rank 1: all_gather of float32[3] on cpu; rank 2: reduce with op='max' of float32[2]" in text
+    assert "rank 1: all_gather of float32[3] on cpu; rank 2: reduce with 'max' of float32[2]" in text
 
 
 def test_a_reduction_that_is_unknown() -> None:
     module = Classifier()
     module.setup = lambda stage: module.reduce(1.0, "avg")  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    with pytest.raises(ValueError, match=r"op='avg'.* Pass one of 'mean', 'sum', 'min', 'max'\. \[J705\]"):
+    with pytest.raises(ValueError, match=r"'avg'.* Pass one of 'mean', 'sum', 'min', 'max'\. \[J705\]"):
         Trainer().fit(module, loader(4, 4))
+
+
+class Wraps(Classifier):
+    """Calls Lightning's wrappers in a hook."""
+
+    found: Any = None
+
+    def on_train_start(self) -> None:
+        strategy, rank = self.trainer.strategy, self.global_rank
+        strategy.barrier()
+        pair: Any = dist.new_group([0, 1])
+        every = [strategy.broadcast({"rank": rank}, 1), strategy.all_gather(rank).tolist(), strategy.reduce(1.0 * rank)]
+        every += [strategy.reduce_boolean_decision(rank != 1), strategy.reduce_boolean_decision(rank == 1, all=False)]
+        sums = [self.reduce(rank, "sum", group=pair), strategy.reduce(rank, pair, "sum")] if rank < 2 else []
+        self.found = every, sums
+
+
+def wraps(rank: int) -> Any:
+    module = Wraps()
+    trainer().fit(module, loader(4, 4))
+    return module.found
+
+
+def test_wrappers_of_the_strategy(pool: Pool) -> None:
+    """Numbers stay numbers, and the third rank is in no group."""
+    every = [{"rank": 1}, [0, 1, 2], 1.0, False, True]
+    assert pool.run(wraps, ranks=3) == [(every, [1, 1]), (every, [1, 1]), (every, [])]
+    assert all(type(each) is int for each in pool.run(wraps, ranks=3)[0][1])

@@ -205,7 +205,15 @@ class Queues(Classifier):
 
 
 class Validates(Classifier):
+    def train_dataloader(self) -> Any: ...
     def val_dataloader(self) -> Any: ...
+    def predict_dataloader(self) -> Any: ...
+
+
+class Zeros(Classifier):
+    def optimizer_zero_grad(self, *args: Any) -> None: ...
+    def configure_gradient_clipping(self, *args: Any) -> None: ...
+    def training_epoch_end(self, outputs: Any) -> None: ...
 
 
 class ByHand(Classifier):
@@ -219,13 +227,24 @@ class ByHand(Classifier):
     [
         (Elsewhere(), (), r"Elsewhere has hooks .* not call: on_fit_start\. Move their statements"),
         (Queues(), (), "Queues has hooks .* add_to_queue"),
-        (Validates(), (), "Validates has hooks .* val_dataloader"),
+        (Zeros(), (), "call: configure_gradient_clipping, optimizer_zero_grad, training_epoch_end"),
+        (Validates(), (), r"val_loader is None.* Pass val_loader=module\.val_dataloader\(\) to fit\. \[J871\]"),
     ],
 )
 def test_what_would_never_be_called(module: TrainModule, loaders: Any, text: str) -> None:
     """Told before any process starts."""
     with pytest.raises(TypeError, match=text):
         Trainer(devices=2).fit(module, loader(), *loaders)
+
+
+def test_loaders_of_a_module() -> None:
+    run, module = Trainer(), Validates()
+    with pytest.raises(TypeError, match=r"train_loader is None, and the trainer does not call train_dataloader"):
+        run.fit(module, None, loader())
+    with pytest.raises(TypeError, match=r"Pass loader=module\.predict_dataloader\(\) to predict"):
+        run.predict(module)
+    run.fit(module, loader(4), loader(4))
+    run.predict(module, loader(4))
 
 
 def test_a_submodule_with_the_name_of_a_hook() -> None:

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import random
 import re
 import resource
 import select
@@ -53,6 +52,7 @@ from joinables.trainer.launch import (
 from tests.ending import Ending
 from tests.harness import NIGHT, assert_soon, in_quiet, in_test_all
 from tests.joinables.trainer.modules import KillsWhoWritesIt
+from tests.joinables.trainer.ranks import free_port
 from tests.scripts import TORCHRUN, run_forked
 from tests.shorter import using
 from tests.versions import remove_temporary_folders
@@ -794,26 +794,9 @@ def test_same_script_alone_and_under_torchrun(
     assert json.loads(printed) == [name, place, TOLD]
 
 
-def under_slurm(rank: int, job: int) -> dict[str, str]:
-    return {
-        "SLURM_JOB_ID": str(job),
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_ID": "0",
-    }
-
-
-def under_mpi(rank: int, job: int) -> dict[str, str]:
-    return {
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "PMIX_NAMESPACE": str(job),
-    }
+def by_hand(rank: int, port: int, job: int) -> dict[str, str]:
+    variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": job}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in variables.items()}}
 
 
 def meets(variables: dict[str, str], results: Any) -> None:
@@ -826,13 +809,12 @@ def meets(variables: dict[str, str], results: Any) -> None:
     results.send([(result["rank"], size, result["total"].item()) for result, size, _ in told])
 
 
-@pytest.mark.parametrize("variables", [under_slurm, under_mpi])
-def test_processes_of_other_launchers(variables: Callable[[int, int], dict[str, str]]) -> None:
-    """The launchers are not here; what they do is: two processes with their variables."""
+def test_processes_of_other_launchers() -> None:
+    """The launchers are not here; what they do is: two processes with variables."""
     context = multiprocessing.get_context("fork")
-    job = random.randrange(10**9)
+    port = free_port()
     pipes = [context.Pipe() for _ in range(2)]
-    ranks = [context.Process(target=meets, args=(variables(rank, job), pipes[rank][1])) for rank in range(2)]
+    ranks = [context.Process(target=meets, args=(by_hand(rank, port, 7), pipes[rank][1])) for rank in range(2)]
     try:
         for rank in ranks:
             rank.start()
@@ -854,11 +836,10 @@ def meets_or_says_why(variables: dict[str, str], results: Any) -> None:
 
 
 def test_a_rank_of_another_job_is_refused() -> None:
-    """SLURM's jobs whose numbers are 10000 apart have the same port."""
     context = multiprocessing.get_context("fork")
-    job = random.randrange(10**9)
+    port = free_port()
     pipes = [context.Pipe() for _ in range(3)]
-    places = [under_slurm(0, job), under_slurm(1, job + 10_000), under_slurm(1, job)]
+    places = [by_hand(0, port, 1), by_hand(1, port, 2), by_hand(1, port, 1)]
     ranks = [
         context.Process(target=meets_or_says_why, args=(place, there))
         for place, (_, there) in zip(places, pipes, strict=True)
@@ -875,8 +856,7 @@ def test_a_rank_of_another_job_is_refused() -> None:
             rank.join(5)
             rank.kill()
             rank.join()
-    step = f"SLURM_STEP_ID=0, 2 ranks, user {os.getuid()}"
-    own, other = (f"SLURM_JOB_ID={number}, {step}" for number in (job + 10_000, job))
+    own, other = (f"TORCHELASTIC_RUN_ID={job}, 2 ranks, user {os.getuid()}" for job in (2, 1))
     assert told[0].startswith(f"Rank 1 of a job ({own}) has reached the store of another job ({other}). Start each job")
     assert told[1:] == [[(rank, 2, 1.0), (rank, 2, 3.0)] for rank in (1, 0)]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from joinables.trainer import CSVLogger, ModelCheckpoint, TensorBoardLogger, Trainer
+from joinables.trainer import CSVLogger, ModelCheckpoint, Trainer
 from tests.harness import Pool, in_test_all
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
@@ -41,7 +41,7 @@ class Chooses(Classifier):
 def test_a_value_goes_where_log_sends_it(tmp_path: Path) -> None:
     module = Chooses()
     module.hparams = {"width": 8}  # pyright: ignore
-    run = Trainer(devices=2, max_epochs=2, default_root_dir=tmp_path, log_every_n_steps=2)
+    run = Trainer(devices=2, max_epochs=2, default_root_dir=tmp_path, logger=CSVLogger(), log_every_n_steps=2)
     run.fit(module, loader(36, 6))
     step, epoch = {"all_step": 1.0, "steps": 1.0}, {"all": 1.0, "epochs": 1.0}
     expected = [(0, 2, step), (1, 3, epoch), (1, 4, step), (1, 6, step), (2, 6, epoch), (2, 6, {"end": 2.0})]
@@ -51,7 +51,7 @@ def test_a_value_goes_where_log_sends_it(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == module.hparams
     run.test(module, loader(12))
     assert rows(tmp_path)[-1] == {"epoch": 2.0, "step": 6.0, **{f"test_{n}": run.metrics[f"test_{n}"] for n in NAMES}}
-    Trainer(default_root_dir=tmp_path).fit(module, loader(12))
+    Trainer(default_root_dir=tmp_path, logger=CSVLogger()).fit(module, loader(12))
     assert [path.name for path in sorted((tmp_path / "logs" / "csv").iterdir())] == ["version_0", "version_1"]
 
 
@@ -59,24 +59,25 @@ NAMES = "loss", "accuracy"
 
 
 def test_no_values_of_single_steps(tmp_path: Path) -> None:
-    Trainer(default_root_dir=tmp_path, log_every_n_steps=0).fit(Chooses(), loader(12))
+    Trainer(default_root_dir=tmp_path, logger=CSVLogger(), log_every_n_steps=0).fit(Chooses(), loader(12))
     assert rows(tmp_path)[0].keys() == {"epoch", "step", "all", "epochs"}
 
 
 @pytest.mark.parametrize(("devices", "strategy"), [(1, "single"), (2, "ddp_fork")])
-def test_the_default_is_a_log_in_the_current_directory(
+def test_a_log_is_in_the_current_directory(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], devices: int, strategy: str
 ) -> None:
-    run = Trainer(devices=devices, strategy=strategy)
+    run = Trainer(devices=devices, strategy=strategy, logger=CSVLogger())
     run.fit(Classifier(), loader(6))  # rank 1 has no data
     assert rows(tmp_path) == [{"epoch": 1.0, "step": 1.0, **run.metrics}]
     assert capfd.readouterr() == ("", f"Logged to {tmp_path / 'logs' / 'csv' / 'version_0'}\n")
 
 
 def test_metrics_with_the_names_of_the_columns(tmp_path: Path) -> None:
-    run = Trainer(max_epochs=2, logger=[CSVLogger(), Mine(tmp_path / "mine")])
+    run = Trainer(max_epochs=2, logger=CSVLogger())
     run.fit(Reserved(), loader(6))
-    assert [(row["epoch"], row["step"]) for row in rows(tmp_path)] == [(1.0, 1.0), (2.0, 2.0)]
+    logged = {"epoch_logged": 0.5, "step_logged": 0.5}
+    assert rows(tmp_path) == [{"epoch": count, "step": count, **logged} for count in (1.0, 2.0)]
     assert run.metrics == {"epoch": 0.5, "step": 0.5}
 
 
@@ -91,11 +92,12 @@ class Silent(Classifier):
 
 
 def test_without_values_nothing_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    Trainer(logger=False).fit(Classifier(), loader(12))
-    Trainer().predict(Classifier(), loader(12))
+    for logger in (None, False):
+        Trainer(logger=logger).fit(Classifier(), loader(12))
+    Trainer(logger=CSVLogger()).predict(Classifier(), loader(12))
     each: list[dict[str, Any]] = [{}, {"default_root_dir": tmp_path / "root"}, {"devices": 2}]
     for options in each:
-        Trainer(**options).fit(Silent(), loader(12), loader(12))
+        Trainer(logger=CSVLogger(), **options).fit(Silent(), loader(12), loader(12))
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
@@ -117,22 +119,67 @@ class Loses(Classifier):
         shutil.rmtree("logs", ignore_errors=True)
 
 
-@pytest.mark.parametrize("kind", [Classifier, Loses])
-def test_a_default_log_that_cannot_be_written_does_not_end_a_fit(tmp_path: Path, kind: type[Classifier]) -> None:
-    if kind is Classifier:
+class Breaks:
+    """Raises in one of its methods."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.rows = where, 0
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        self.rows += 1
+        self.reach("log_metrics")
+
+    def log_hyperparams(self, params: Any) -> None:
+        self.reach("log_hyperparams")
+
+    def finalize(self, status: str) -> None:
+        self.reach("finalize")
+
+    def reach(self, where: str) -> None:
+        if where == self.where:
+            raise LookupError("no service")
+
+
+def broken(tmp_path: Path, where: str) -> Any:
+    if where == "folder":
         (tmp_path / "logs").touch()  # as a directory in which this process may not write
-    run = Trainer(max_epochs=2)
-    with pytest.warns(UserWarning, match=r"not logged, since .*logs.* logger=False") as warned:
-        run.fit(kind(), loader(12))
+    return CSVLogger() if where in ("folder", "lost") else Breaks(where)
+
+
+@pytest.mark.parametrize("where", ["folder", "lost", "log_metrics", "log_hyperparams", "finalize"])
+def test_a_log_never_ends_a_fit(tmp_path: Path, where: str) -> None:
+    module, kept, other = Loses() if where == "lost" else Classifier(), broken(tmp_path, where), CSVLogger(tmp_path)
+    module.hparams = {"width": 8, (1, 2): {3}}  # pyright: ignore
+    run = Trainer(max_epochs=2, logger=[kept, other])
+    with pytest.warns(
+        UserWarning, match=r"logs no more metrics of this run, since it raised .*(logs|service)"
+    ) as warned:
+        run.fit(module, loader(12))
     assert (run.epochs, len(warned)) == (2, 1)
-    with pytest.raises(OSError, match="logs"):
-        Trainer(logger=True).fit(kind(), loader(12))
+    assert len(rows(tmp_path)) == 2  # the other log is complete
+    if isinstance(kept, Breaks):
+        assert kept.rows == {"log_metrics": 1, "log_hyperparams": 0, "finalize": 2}[where]
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "header", "binary"])
+def test_a_damaged_log_is_continued_without_the_damage(tmp_path: Path, damage: str) -> None:
+    keeper, csv_logger = ModelCheckpoint(tmp_path), CSVLogger(tmp_path)
+    module, run = Classifier(), Trainer(max_epochs=2, logger=csv_logger, callbacks=keeper)
+    run.fit(module, loader(12))
+    (path,) = tmp_path.rglob("metrics.csv")
+    text = path.read_bytes()
+    last = text.rindex(b"\n", 0, -1) + 1
+    kept = {"cut": text[: last + 3], "zeros": text[:last] + b"\0\0\n", "empty": b"", "header": text[:9]}
+    path.write_bytes(kept.get(damage, text[:last] + b"\xff\n"))
+    run.max_epochs = 3
+    run.fit(module, loader(12))
+    assert [row["epoch"] for row in rows(tmp_path)] == ([3.0] if damage in ("empty", "header") else [1.0, 3.0])
 
 
 def fits(rank: int, folder: Path, counts: tuple[int, ...], ckpt_path: Path | None) -> None:
     batches = list(loader(6 * counts[rank], 6))
     keeper = ModelCheckpoint(folder / "files", save_top_k=-1, every_n_train_steps=1)
-    run = trainer(max_epochs=2, callbacks=keeper, default_root_dir=folder, logger=True, log_every_n_steps=1)
+    run = trainer(max_epochs=2, callbacks=keeper, default_root_dir=folder, logger=CSVLogger(), log_every_n_steps=1)
     run.fit(Classifier(), batches, loader(12), ckpt_path=ckpt_path)
 
 
@@ -146,22 +193,6 @@ def test_a_resumed_fit_writes_no_row_twice(pool: Pool, tmp_path: Path, counts: t
         saved = shutil.copy(tmp_path / "files" / f"epoch={step // 5}-step={step}.ckpt", tmp_path / "saved.ckpt")
         pool.run(fits, tmp_path, counts, saved, ranks=2)
         assert rows(tmp_path) == expected
-
-
-def test_curves_of_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # pyright: ignore
-
-    run = Trainer(devices=2, logger=TensorBoardLogger(tmp_path), log_every_n_steps=1)
-    module = Classifier()
-    for run.max_epochs in (1, 2):
-        run.fit(module, loader(24, 6))
-    (log,) = tmp_path.iterdir()
-    curves: Any = EventAccumulator(str(log))
-    curves.Reload()
-    assert [point.step for point in curves.Scalars("train_loss_step")] == [1, 2, 3, 4]
-    assert [point.step for point in curves.Scalars("train_loss")] == [2, 4]
-    assert curves.Scalars("train_loss")[-1].value == pytest.approx(run.metrics["train_loss"])
 
 
 class Mine:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import random
-import socket
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,7 @@ from joinables.trainer import DDPStrategy, FileCheckpointIO, ModelCheckpoint, Tr
 from tests.ending import Ending, assert_blamed
 from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, loader
-from tests.joinables.trainer.ranks import trainer
+from tests.joinables.trainer.ranks import free_port, trainer
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
 
 
@@ -30,14 +28,6 @@ def cluster(rank: Any = 1, ranks: Any = 3, local: Any = 0, port: Any = 1, host: 
     """A cluster whose ranks are all on nodes of their own."""
     numbers = {"global_rank": lambda: rank, "world_size": lambda: ranks, "local_rank": lambda: local}
     return SimpleNamespace(**numbers, main_address=host, main_port=port)
-
-
-def free_port() -> int:
-    """A port below those that the system gives to others meanwhile."""
-    while True:
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("127.0.0.1", random.randrange(20000, 30000)))
-            return one.getsockname()[1]
 
 
 def in_cluster(rank: int, port: int) -> Any:
@@ -90,13 +80,13 @@ class Pickles:
     def name(self, path: str) -> Path:
         return self.folder / hashlib.sha256(path.encode()).hexdigest()
 
-    def save(self, checkpoint: dict[str, Any], path: str) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str) -> None:
         self.name(path).write_bytes(pickle.dumps((path, checkpoint)))
 
-    def load(self, path: str) -> dict[str, Any]:
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
         return pickle.loads(self.name(path).read_bytes())[1]
 
-    def remove(self, path: str) -> None:
+    def remove_checkpoint(self, path: str) -> None:
         self.name(path).unlink()
 
     def paths(self) -> set[str]:
@@ -129,7 +119,7 @@ class Gone(FileCheckpointIO):
     """Cannot save."""
 
     @override
-    def save(self, checkpoint: dict[str, Any], path: str) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str) -> None:
         raise ConnectionError("the service is gone")
 
 
@@ -153,25 +143,28 @@ class Raises(Classifier):
 
 def test_rescued_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "pickles").mkdir()
-    for io, loads in ((Pickles(tmp_path / "pickles"), "trainer.strategy.checkpoint_io.load("), (Gone(), "torch.load(")):
+    for io, loads in (
+        (Pickles(tmp_path / "pickles"), "trainer.checkpoint_io.load_checkpoint("),
+        (Gone(), "torch.load("),
+    ):
         run = Trainer(devices=2, strategy="ddp_fork", checkpoint_io=io, default_root_dir=tmp_path, logger=False)
         with pytest.raises(ArithmeticError) as caught:
             run.fit(Raises(), loader(6))
         assert any(loads in note for note in getattr(caught.value, "__notes__", [loads]))
     (file,) = tmp_path.glob("trained-*.ckpt")
-    saved, rescued = Pickles(tmp_path / "pickles").load(str(file)), torch.load(file)
+    saved, rescued = Pickles(tmp_path / "pickles").load_checkpoint(str(file)), torch.load(file)
     assert all(map(torch.equal, saved["module"].values(), rescued["module"].values()))
 
 
 def test_wrong_objects(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"checkpoint_io=5 lacks the method save\. .*\[J712\]"):
+    with pytest.raises(TypeError, match=r"checkpoint_io=5 lacks the method save_checkpoint\. .*\[J712\]"):
         Trainer(checkpoint_io=5)  # pyright: ignore[reportArgumentType]
-    io: Any = SimpleNamespace(save=print, load=lambda path: Path(path), remove=print)
+    io: Any = SimpleNamespace(save_checkpoint=print, load_checkpoint=Path, remove_checkpoint=print)
     with pytest.raises(
-        TypeError, match=r"load\('x'\) of SimpleNamespace has returned an object of PosixPath.*\[J713\]"
+        TypeError, match=r"load_checkpoint\('x'\) of SimpleNamespace has returned an object of PosixPath.*\[J713\]"
     ):
         Trainer(checkpoint_io=io).fit(Classifier(), loader(), ckpt_path="x")
-    with pytest.raises(TypeError, match=r"no argument 'plugins'\. .*cluster_environment.*checkpoint_io"):
+    with pytest.raises(TypeError, match=r"no argument 'plugins'\. .*checkpoint_io.*'join'"):
         Trainer(plugins=[])  # pyright: ignore[reportArgumentType]
 
 

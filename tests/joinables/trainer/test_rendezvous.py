@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from join.collectives.store import local_store
-from joinables.trainer.rendezvous import fresh_store, job_of
+from joinables.trainer.rendezvous import fresh_store
 
 
 def client(server: dist.TCPStore) -> dist.TCPStore:
@@ -88,13 +88,6 @@ def test_a_rank_of_another_job_is_refused(server: dist.TCPStore, monkeypatch: py
     fresh_store(client(server), 1, 2)
     lead.join(20)
     assert not lead.is_alive()
-
-
-@pytest.mark.parametrize(("by_hand", "same"), [(False, False), (True, True)])
-def test_steps_of_slurm_are_jobs_unless_ranks_are_set_by_hand(by_hand: bool, same: bool) -> None:
-    rank = {"RANK": "0"} if by_hand else {}
-    jobs = {job_of({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": step, **rank}, 2) for step in ("0", "1")}
-    assert (len(jobs) == 1) == same and all("SLURM_JOB_ID=7" in job for job in jobs)
 
 
 def test_a_store_of_this_machine_listens_on_loopback_only() -> None:

@@ -163,8 +163,8 @@ class Own(FileCheckpointIO):
         self.paths: list[str] = []
 
     @override
-    def save(self, checkpoint: dict[str, Any], path: str) -> None:
-        super().save(checkpoint, path)
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str) -> None:
+        super().save_checkpoint(checkpoint, path)
         self.paths.append(path)
 
 
@@ -178,7 +178,7 @@ def test_the_process_of_the_user_saves_with_the_object_of_the_user(
     run = Trainer(devices=2, strategy="ddp_fork", callbacks=Fails(where), checkpoint_io=io)
     with pytest.raises((KeyError, WorkerDied, KeyboardInterrupt)):
         run.fit(Classifier(), loader(6))  # rank 1 has no data
-    torch.testing.assert_close(io.load(io.paths[0])["module"], dict(alone.state_dict()))
+    torch.testing.assert_close(io.load_checkpoint(io.paths[0])["module"], dict(alone.state_dict()))
     assert io.paths == [str(tmp_path / "trained-epoch=1-step=1.ckpt")]
 
 

@@ -1,0 +1,192 @@
+"""Faults that would train or report something else without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from joinables.trainer import Callback, DDPStrategy, ModelCheckpoint, Strategy, Trainer, TrainModule
+from tests.harness import Pool
+from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.ranks import trainer
+from tests.training import TOLERANCE, assert_same, flat_state
+
+
+class Part(TrainModule):
+    nothing = None
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        setattr(self, name, torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name", ["all_gather", "log", "device", "training_step", "nothing", "half"])
+def test_a_part_that_its_class_would_hide_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"Part gets a part called '{name}'.*\[J872\]"):
+        Part(name)
+
+
+def test_a_part_with_another_name_is_kept() -> None:
+    assert isinstance(Part("encoder").encoder, torch.nn.Linear)
+
+
+class Average(Classifier):
+    """Brings weights of its own in a checkpoint, and loads them in place of the others."""
+
+    loads = 0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["average"] = {name: torch.full_like(value, 7) for name, value in self.state_dict().items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["module"], self.loads = checkpoint.pop("average"), self.loads + 1
+
+
+class Looks(Callback):
+    found: Any = None
+
+    def on_train_start(self, trainer: Any, module: TrainModule) -> None:
+        self.found = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def on_load_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["module"] = {name: value + 1 for name, value in checkpoint["module"].items()}
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_hooks_replace_entries_of_a_checkpoint(tmp_path: Path, stage: str) -> None:
+    run = Trainer()
+    run.fit(Average(), loader(12))
+    run.save_checkpoint(tmp_path / "saved.ckpt")
+    module, looks = Average(), Looks()
+    getattr(Trainer(max_epochs=2, callbacks=looks), stage)(module, loader(12), ckpt_path=tmp_path / "saved.ckpt")
+    assert module.loads == 1
+    found = looks.found if stage == "fit" else module.state_dict()
+    assert all((value == 8).all() for value in found.values())
+
+
+def test_fits_in_one_folder_keep_their_files(tmp_path: Path) -> None:
+    keepers: list[ModelCheckpoint] = []
+    for seed in range(3):
+        keeper, module = ModelCheckpoint(tmp_path, "best", save_last=True), Classifier()
+        torch.nn.init.constant_(module.body[0].weight, seed)  # pyright: ignore[reportArgumentType]
+        Trainer(callbacks=keeper, max_epochs=2).fit(module, loader(12))
+        keepers.append(keeper)
+    names = [Path(keeper.best_model_path).name for keeper in keepers]
+    assert len(set(names)) == 3
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "last.ckpt"}
+    weights = [torch.load(keeper.best_model_path)["module"]["body.0.weight"].mean().item() for keeper in keepers]
+    assert [round(weight) for weight in weights] == [0, 1, 2]
+
+
+class Weighs(Classifier):
+    """Drops some of the batches."""
+
+    def __init__(self, dropped: set[int]) -> None:
+        super().__init__(optimizer="sgd", scheduler="epoch")
+        self.dropped = dropped
+
+    def batch_size(self, batch: Any) -> int | None:
+        return 0 if int(batch[2][0]) // 4 in self.dropped else None
+
+    def shared_step(self, batch: Any, stage: str) -> torch.Tensor:
+        return super().shared_step(batch[:2], stage)
+
+
+def weighs(rank: int, dropped: set[int], accumulated: int) -> Any:
+    x, y = loader(26, 26).dataset[:26]
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y, torch.arange(26)), 4)
+    module = Weighs(dropped)
+    trainer(accumulate_grad_batches=accumulated).fit(module, data)
+    return flat_state(module.state_dict())
+
+
+@pytest.mark.parametrize("dropped", [set(range(7)), {0, 1, 5}, {6}], ids=str)
+def test_a_batch_without_samples_counts_for_nothing(pool: Pool, dropped: set[int]) -> None:
+    """Seven batches, two in a step: on one rank, and on two."""
+    expected = weighs(0, dropped, 2)
+    if len(dropped) == 7:
+        assert_same(expected, flat_state(Classifier().state_dict()), 0.0)
+        assert_same(weighs(0, dropped, 1), expected, 0.0)
+    for state in pool.run(weighs, dropped, 1, ranks=2):
+        assert_same(state, expected, TOLERANCE)
+
+
+class LogsRate(Classifier):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("lr", optimizer.param_groups[0]["lr"])
+
+
+def logs_rate(rank: int, size: int) -> float:
+    run = trainer(accumulate_grad_batches=3)
+    run.fit(LogsRate(scheduler="step"), loader(34, size))
+    return run.metrics["lr"]
+
+
+def test_values_of_an_optimizer_step_weigh_its_samples(pool: Pool) -> None:
+    assert pool.run(logs_rate, 4, ranks=2) == [pytest.approx(logs_rate(0, 8), abs=1e-12)] * 2
+
+
+def test_trainers_that_share_a_strategy(tmp_path: Path) -> None:
+    class Own:
+        def save_checkpoint(self, *_: Any) -> None: ...
+        def load_checkpoint(self, *_: Any) -> None: ...
+        def remove_checkpoint(self, *_: Any) -> None: ...
+
+    shared, own = DDPStrategy("fork"), Own()
+    first = Trainer(devices=2, strategy=shared, checkpoint_io=own, worker_logs=tmp_path / "logs")  # pyright: ignore
+    Trainer(devices=2, strategy=shared, worker_logs=tmp_path / "others")
+    first.validate(Classifier(), loader(12))
+    assert first.checkpoint_io is own
+    assert (tmp_path / "logs").exists() and not (tmp_path / "others").exists()
+    one = Strategy()
+    assert Trainer(strategy=one).checkpoint_io is not Trainer(strategy=one).checkpoint_io
+
+
+class Stops(Callback):
+    """Raises in some hooks, and notes all last ones."""
+
+    def __init__(self, key: str, *where: str) -> None:
+        self.key, self.where, self.called = key, where, list[str]()
+
+    @property
+    def state_key(self) -> str:
+        return self.key
+
+    def reach(self, where: str) -> None:
+        self.called.append(where)
+        if where in self.where:
+            raise LookupError(f"{self.key} in {where}")
+
+    def on_train_start(self, trainer: Any, module: TrainModule) -> None:
+        self.reach("on_train_start")
+
+    def on_exception(self, trainer: Any, module: TrainModule, error: BaseException) -> None:
+        self.reach("on_exception")
+
+    def on_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        self.reach("on_end")
+
+    def teardown(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        self.reach("teardown")
+
+
+class TornDown(Classifier):
+    is_torn_down = False
+
+    def teardown(self, stage: str) -> None:
+        self.is_torn_down = True
+
+
+@pytest.mark.parametrize("first", ["on_train_start", "on_end", "teardown"])
+def test_the_first_exception_is_raised_and_all_last_hooks_are_called(tmp_path: Path, first: str) -> None:
+    later = {"on_train_start": ("on_exception", "on_end", "teardown"), "on_end": ("teardown",), "teardown": ()}[first]
+    one, other, module = Stops("one", first, *later), Stops("other", *later), TornDown()
+    with pytest.raises(LookupError, match=f"one in {first}"):
+        Trainer(callbacks=[one, other], default_root_dir=tmp_path).fit(module, loader(4))
+    failed = ["on_exception"] if first == "on_train_start" else []
+    assert one.called == ["on_train_start", *failed, "on_end", "teardown"]
+    assert other.called == [*["on_train_start"] * (first != "on_train_start"), *failed, "on_end", "teardown"]
+    assert module.is_torn_down

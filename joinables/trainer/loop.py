@@ -87,6 +87,8 @@ class Fit(Run):
                 self._hooks.append(optimizer.register_step_post_hook(self._count_step))
         if trainer.seed is not None:
             rng.seed_all(trainer.seed + self.collective.rank)
+        elif self.collective.rank:  # rank 0 continues with the state of the process that called, and others must differ
+            rng.seed_all(int(torch.randint(2**32, (), device="cpu")) + self.collective.rank)
         if state is not None:
             checkpoint.resume(self, state)
 

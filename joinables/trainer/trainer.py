@@ -105,8 +105,9 @@ class Trainer(TrainerState):
         enable_progress_bar: Whether rank 0 shows its progress on stderr; by default, if stderr is a terminal or this is
             a notebook. It is a bar if tqdm is installed, and a line for each epoch otherwise.
         seed: The seed of random numbers and of the order of data. With ``None``, the order is drawn from the random
-            state of this process, ranks that are started here continue with that state, and this process continues with
-            the state of rank 0. The order of a loader with a ``generator`` is drawn from that generator.
+            state of this process, rank 0 continues with that state, and this process with the state of rank 0. The
+            other ranks of a fit draw different numbers. The order of a loader with a ``generator`` is drawn from that
+            generator.
         worker_logs: A folder for the output of the processes that the trainer starts. Each rank appends to two files,
             such as ``rank-1-stdout.log`` and ``rank-1-stderr.log``. By default, the processes write where this process
             writes, and each line begins with the rank if there are several.

@@ -190,3 +190,27 @@ def test_the_first_exception_is_raised_and_all_last_hooks_are_called(tmp_path: P
     assert one.called == ["on_train_start", *failed, "on_end", "teardown"]
     assert other.called == [*["on_train_start"] * (first != "on_train_start"), *failed, "on_end", "teardown"]
     assert module.is_torn_down
+
+
+class Draws(Classifier):
+    def on_train_end(self) -> None:
+        self.drawn = self.all_gather(torch.rand(2)).tolist()
+
+    def results_to_return(self) -> Any:
+        return self.drawn
+
+    def take_results(self, results: Any) -> None:
+        self.drawn = results
+
+
+def test_ranks_draw_different_numbers() -> None:
+    """Rank 0 draws what one process draws."""
+    drawn: list[Any] = []
+    for ranks in (1, 3, 3):
+        torch.manual_seed(5)
+        module = Draws()
+        torch.manual_seed(5)
+        Trainer(devices=ranks, accelerator="cpu").fit(module, loader(12 * ranks, 12))
+        drawn.append(module.drawn)
+    assert drawn[1] == drawn[2] and drawn[1][0] == drawn[0][0]
+    assert len({tuple(each) for each in drawn[1]}) == 3

@@ -110,7 +110,7 @@ def beside_join_of_horovod(collective: HorovodCollective) -> None:
     module = model()
     optimizer = distributed(module)
     with Join([], process_group=collective) as join:
-        for batch in join.iterate(mine):
+        for batch in join.iterate(mine, weigh=lambda batch: 1.0):
             optimizer.zero_grad()
             join.scale(loss_of(module, batch)).backward()
             optimizer.step()

@@ -100,9 +100,9 @@ test-frameworks: .venv-frameworks/.installed
 test-engines: .venv-engines/.installed
 	TESTS=all .venv-engines/bin/python -m pytest -n $(JOBS) tests/engines
 
+ENDS := fails times_out fails_while_others_wait
 test-horovod: .venv-horovod/.installed
-	PATH=$$PWD/.venv-horovod/bin:$$PATH horovodrun --gloo -np 2 python -W error -m tests.horovod.run
-	PATH=$$PWD/.venv-horovod/bin:$$PATH horovodrun --gloo -np 4 python -W error -m tests.horovod.run
+	for ranks in 2 4; do for end in "" $(ENDS); do PATH=$$PWD/.venv-horovod/bin:$$PATH horovodrun --gloo -np $$ranks python -W error -m tests.horovod.run $$end || exit 1; done; done
 
 # Two ranks of the CPU are threads, each with a device.
 test-xla: .venv-xla/.installed

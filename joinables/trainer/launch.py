@@ -457,10 +457,22 @@ def detect_environment(environ: Mapping[str, str]) -> Environment | None:
 
     Args:
         environ: The environment variables of the process.
+
+    Raises:
+        RuntimeError: If srun or mpirun has started several processes, each of which would train by itself.
     """
     # RANK alone is too common a name to identify torchrun.
     by_hand = "RANK" in environ and ("WORLD_SIZE" in environ or "LOCAL_RANK" in environ)
-    return Environment("torchrun", environ) if by_hand or "TORCHELASTIC_RUN_ID" in environ else None
+    if by_hand or "TORCHELASTIC_RUN_ID" in environ:
+        return Environment("torchrun", environ)
+    for launcher, name in {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}.items():
+        if environ.get(name, "1") != "1":
+            raise RuntimeError(
+                f"{launcher} has started {environ[name]} processes ({name}), but nothing says that they train together."
+                " Start one torchrun on each node, or pass the cluster environment of your cluster to DDPStrategy."
+                " [J873]"
+            )
+    return None
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ RECORDED: list[tuple[str, Mapping[str, str], str | None, Place | None]] = [
     ("by hand", BY_HAND, "torchrun", Place(1, 2, 1)),
     ("one process by hand", ONE_BY_HAND, "torchrun", Place(0, 1, 0)),
     ("torchrun in srun", SRUN | TORCHRUN, "torchrun", Place(2, 4, 0)),
-    ("srun", SRUN, None, None),
+    ("sbatch", {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None, None),
     ("nothing", {"HOME": "/root", "RANK": "7"}, None, None),
 ]
 
@@ -68,6 +68,14 @@ def test_malformed_variables(variables: Mapping[str, str], message: str) -> None
     assert environment is not None
     with pytest.raises(ValueError, match=message):
         environment.store()  # asks for the place first
+
+
+@pytest.mark.parametrize(("launcher", "name"), [("srun", "SLURM_STEP_NUM_TASKS"), ("mpirun", "OMPI_COMM_WORLD_SIZE")])
+def test_processes_that_would_train_by_themselves(launcher: str, name: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"^{launcher} has started 4 processes \({name}\).*\[J873\]"):
+        detect_environment({name: "4"})
+    assert detect_environment({name: "1"}) is None
+    assert detect_environment({name: "4"} | TORCHRUN) is not None
 
 
 def address(variables: Mapping[str, str]) -> tuple[str, int]:

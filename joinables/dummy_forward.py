@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -119,7 +120,7 @@ class DummyForward:
     def _own_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the own tensors that are copied for a dummy, and the others, by name."""
         buffers, frozen, trained = dict[str, torch.Tensor](), dict[str, torch.Tensor](), 0
-        has_frozen = not all(each.requires_grad for each in reducer.held_parameters(self._module))
+        has_frozen = not all(map(attrgetter("requires_grad"), reducer.held_parameters(self._module)))
         for name, each in self._module.named_parameters() if has_frozen else ():  # the names take long
             if each.requires_grad:
                 trained += each.nbytes

@@ -96,15 +96,12 @@ def outer_node() -> Any:
 
     A reentrant checkpoint is such a node. Replaces a query for the backward around a backward.
     """
-    frame, node = sys._getframe(1), None
+    frame, node, apply = sys._getframe(1), None, BackwardCFunction.apply.__code__
     while frame is not None:
-        if frame.f_code is _APPLY:
+        if frame.f_code is apply:
             node = frame.f_locals["self"]
         frame = frame.f_back
     return node
-
-
-_APPLY = BackwardCFunction.apply.__code__
 
 
 def once_before(nodes: Iterable[Any], call: Callable[[], object]) -> None:
@@ -113,9 +110,8 @@ def once_before(nodes: Iterable[Any], call: Callable[[], object]) -> None:
 
     def run(*_: Any) -> None:
         if handles:
-            for handle in handles:
-                handle.remove()
-            handles.clear()
+            while handles:
+                handles.pop().remove()
             call()
 
     handles += [node.register_prehook(run) for node in nodes]

@@ -6,10 +6,10 @@ own. ``torch.autograd.grad`` runs no such node. The first gradient of a backward
 multiplied by the factor of the backward, if it is not 1.
 
 A backward is one of the module if a forward with grad has run since the last one, or if a gradient has entered outputs
-of the module, as in a second backward of one forward. Any other backward that reaches the parameters is one of a
-penalty on them, and concerns nobody: it adds the same gradients on all ranks.
+of the module, as in a second backward of one forward. Any other backward that reaches the parameters is that of a
+penalty on them. It adds the same gradients on all ranks, so it is left as it is.
 
-Outputs have a light hook. It knows the step of the forward. On a dummy, it copies the tensors that a checkpoint changes.
+The hook on outputs knows the step of the forward. On a dummy, it copies the tensors that a checkpoint will change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -199,7 +199,12 @@ class Forwards:
                 refuse_backward_on_dummy(cast("object", self._ddp.module))
             self.inner.keep_in_backward()
         if step.window != current.window and step.in_loop and current.in_loop:
-            self._refuse_late_backward(step, current)
+            raise JoinError(
+                f"A backward of DistributedDataParallel ran in step {current.number} of join.iterate, but its forward"
+                f" ran in step {step.number}. join.weight, join.shadowing and gradients belong to the batch that was"
+                " read last. Run the backward before you read the next batch, and call next() only at the start of a"
+                " step. [J701]"
+            )
 
     def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor] | None:
         """Find a backward, and multiply a gradient; called before each gradient arrives at its parameter."""
@@ -220,24 +225,15 @@ class Forwards:
             if backward is not self.backward:
                 self.factor, is_entered = 1.0, backward is self.entered
                 if not is_entered and reducer.is_in_forward(self._ddp):
-                    self._refuse_backward_inside()
+                    name = type(cast("object", self._ddp.module)).__name__
+                    raise JoinError(
+                        f"A backward ran inside the forward of DistributedDataParallel({name}). It can neither be"
+                        " announced nor shadowed there. Return the loss from the forward, and call backward() after it."
+                        " [J109]"
+                    )
                 if is_entered or self._awaits is not None:
                     if self._awaits is not None and not is_entered:
                         self._check_step(self._awaits)
                     self.backward, self._awaits = backward, None
                     self._on_backward(is_entered and self._entered_synchronises)
             self._task = task
-
-    def _refuse_late_backward(self, step: Step, current: Step) -> NoReturn:
-        raise JoinError(
-            f"A backward of DistributedDataParallel ran in step {current.number} of join.iterate, but its forward ran"
-            f" in step {step.number}. join.weight, join.shadowing and gradients belong to the batch that was read last."
-            " Run the backward before you read the next batch, and call next() only at the start of a step. [J701]"
-        )
-
-    def _refuse_backward_inside(self) -> NoReturn:
-        name = type(cast("object", self._ddp.module)).__name__
-        raise JoinError(
-            f"A backward ran inside the forward of DistributedDataParallel({name}). It can neither be announced nor"
-            " shadowed there. Return the loss from the forward, and call backward() after it. [J109]"
-        )

@@ -694,7 +694,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/scaling.py",
-        "        elif unit is not None and weight != self.weight:",
+        "        elif unit is not None and weight != backward.weight:",
         "        elif False:",
         "tests/joinables/ddp/test_weight.py::test_a_weight_that_is_not_the_weight_of_the_loss",
     ),
@@ -706,13 +706,13 @@ MUTANTS = [
     ),
     Mutant(
         "join/scaling.py",
-        '            after_backward(partial(setattr, self, "flows", False))\n',
-        "",
-        "tests/join/test_scaling.py::test_a_backward_is_not_scaled_because_the_one_before_it_was",
+        "        outer = outer_node() if may_be_inside or backward is not None else None",
+        "        outer = None",
+        "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[two reentrant, hidden: last]",
     ),
     Mutant(
         "join/scaling.py",
-        "            if self._required and not self.flows:\n",
+        "            if self._required and not scaled:\n",
         "            if False:\n",
         "tests/join/test_scaling.py::test_mistakes",
     ),

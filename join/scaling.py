@@ -126,8 +126,8 @@ class Scaling:
             if unit is None and self.in_use is False:
                 raise JoinError(
                     "A loss went through join.scale, but the first backward in this loop over join.iterate reached a"
-                    " listed module without it. Call join.scale(loss) for every backward of the loop, or for none. If"
-                    " a listed module takes the loss (LossGate), scale its result: join.scale(module(loss)). [J526]"
+                    " listed module without it. Call join.scale(loss) for every backward of the loop, or for none."
+                    " [J526]"
                 )
             backward.scaled, self.is_due, backward.weight = True, False, weight
         elif unit is not None and weight != backward.weight:

@@ -702,7 +702,7 @@ MUTANTS = [
         "join/scaling.py",
         "if unit is None and self.in_use is False:",
         "if False:",
-        "tests/join/test_scaling.py::test_a_loss_that_is_scaled_before_its_gate_is_refused",
+        "tests/join/test_scaling.py::test_a_loop_that_begins_to_scale_is_refused",
     ),
     Mutant(
         "join/scaling.py",

@@ -32,7 +32,7 @@ from join.collectives._torch_private import (
     are_zero,
     backward_under_way,
     on_gradient,
-    once_before,
+    once_behind,
     outer_node,
     remove_last,
     will_run,
@@ -125,9 +125,8 @@ class Scaling:
         if not backward.scaled:
             if unit is None and self.in_use is False:
                 raise JoinError(
-                    "A loss went through join.scale, but the first backward in this loop over join.iterate reached a"
-                    " listed module without it. Call join.scale(loss) for every backward of the loop, or for none."
-                    " [J526]"
+                    "A loss went through join.scale, but the first backward in this loop over join.iterate began"
+                    " without it. Call join.scale(loss) for every backward of the loop, or for none. [J526]"
                 )
             backward.scaled, self.is_due, backward.weight = True, False, weight
         elif unit is not None and weight != backward.weight:
@@ -138,7 +137,7 @@ class Scaling:
         """Return the current backward, which begins if this is the first gradient that is noticed.
 
         Args:
-            may_be_inside: Whether the backward that runs may be inside the current one, as that of a checkpoint is.
+            may_be_inside: Whether a checkpoint in the current backward may run this one.
         """
         task, backward = backward_under_way(), self.backward
         if backward is not None and backward.task == task:
@@ -150,8 +149,7 @@ class Scaling:
             if outer is None:
                 after_backward(end)
             else:
-                behind = [node for node, _ in outer.next_functions if node is not None]
-                once_before(behind, partial(self._leave_inner, backward, end))
+                once_behind(outer, partial(self._leave_inner, backward, end))
         return backward
 
     def _leave_inner(self, backward: Backward, end: Callable[[], object]) -> None:

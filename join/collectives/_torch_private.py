@@ -104,8 +104,8 @@ def outer_node() -> Any:
     return node
 
 
-def once_before(nodes: Iterable[Any], call: Callable[[], object]) -> None:
-    """Call a function once, before the first of these nodes runs."""
+def once_behind(node: Any, call: Callable[[], object]) -> None:
+    """Call a function once, when a node that runs has ended: before the first node behind it runs."""
     handles: list[Any] = []
 
     def run(*_: Any) -> None:
@@ -114,7 +114,7 @@ def once_before(nodes: Iterable[Any], call: Callable[[], object]) -> None:
                 handles.pop().remove()
             call()
 
-    handles += [node.register_prehook(run) for node in nodes]
+    handles += [each.register_prehook(run) for each, _ in node.next_functions if each is not None]
 
 
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id

@@ -5,9 +5,9 @@ found where all ways end, by a hook on the node that accumulates the gradient of
 own. ``torch.autograd.grad`` runs no such node. The first gradient of a backward begins the reduction. All gradients are
 multiplied by the factor of the backward, if it is not 1.
 
-A backward is one of the module if a forward with grad has run since the last one, or if a gradient has entered outputs
-of the module, as in a second backward of one forward. Any other backward that reaches the parameters is that of a
-penalty on them. It adds the same gradients on all ranks, so it is left as it is.
+A backward belongs to the module if a forward with grad has run since the last one. A second backward of one forward
+also belongs to it, if a gradient has entered outputs. Any other backward that reaches the parameters begins at a
+penalty on them. It adds the same gradients on all ranks, so its gradients stay as they are.
 
 The hook on outputs knows the step of the forward. On a dummy, it copies the tensors that a checkpoint will change.
 """

@@ -483,20 +483,6 @@ def test_a_loss_may_be_scaled_before_its_gate(pool: Pool) -> None:
         torch.testing.assert_close(found, flat_gradients(net))
 
 
-def begins_to_scale(rank: int) -> str:
-    ddp = DistributedDataParallel(Net())
-    with pytest.raises(JoinError) as caught, Join([ddp], divide_by_initial_world_size=False) as join:
-        for number, x in enumerate(join.iterate([batch(rank, step) for step in range(4)])):
-            loss = ddp(x).square().mean()
-            (join.scale(loss) if number else loss).backward()
-    return str(caught.value)
-
-
-def test_a_loop_that_begins_to_scale_is_refused(pool: Pool) -> None:
-    for text in pool.run(begins_to_scale):
-        assert "for every backward of the loop, or for none. [J526]" in text
-
-
 class Raises(torch.autograd.Function):
     """Its backward raises."""
 

@@ -702,7 +702,7 @@ MUTANTS = [
         "join/scaling.py",
         "if unit is None and self.in_use is False:",
         "if False:",
-        "tests/join/test_scaling.py::test_a_loop_that_begins_to_scale_is_refused",
+        "tests/join/test_scaling.py::test_mistakes",
     ),
     Mutant(
         "join/scaling.py",

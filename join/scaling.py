@@ -15,7 +15,8 @@ The sum over ranks and micro-batches is then the weighted mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -31,6 +32,8 @@ from join.collectives._torch_private import (
     are_zero,
     backward_under_way,
     on_gradient,
+    once_behind,
+    outer_node,
     remove_last,
     will_run,
     writes_to,
@@ -64,14 +67,31 @@ def factor_in_loop(step: Step, divided_over: float) -> float:
     return step.weight * divided_over / step.total if step.weight else 0.0
 
 
+@dataclass(slots=True, eq=False)
+class Backward:
+    """One call of ``backward()``, with the backwards of reentrant checkpoints that run inside it.
+
+    It lives from the first gradient that reaches a scaled loss or a listed module to the end of the call.
+
+    Attributes:
+        task: The number of the call, or of the backward inside it in which it was noticed, until that has ended.
+        scaled: Whether it began at a scaled loss.
+        weight: The weight in the scaling of this loss; ``None`` in a loop.
+        at_end: Functions that are called at the end, after the callbacks of reducers.
+    """
+
+    task: int
+    scaled: bool = False
+    weight: float | None = None
+    at_end: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
+
+
 class Scaling:
     """State of the scaled losses in all blocks of one process group."""
 
     def __init__(self) -> None:
-        self.flows = False
-        """Whether the current backward began at a scaled loss."""
-        self.weight: float | None = None
-        """The weight in the scaling of this loss; ``None`` in a loop."""
+        self.backward: Backward | None = None
+        """The current backward, once a gradient has reached a scaled loss or a listed module."""
         self._required = ""  # why the current loop must scale its losses, as a clause; or ""
         self.in_use: bool | None = None
         """Whether the current loop scales its losses; ``None`` before its first backward."""
@@ -101,18 +121,45 @@ class Scaling:
     def _begin_backward(
         self, gradient: torch.Tensor, unit: float | None = None, weight: float | None = None
     ) -> torch.Tensor | None:
-        if not self.flows:
+        backward = self.enter_backward()
+        if not backward.scaled:
             if unit is None and self.in_use is False:
                 raise JoinError(
-                    "A loss went through join.scale, but the first backward in this loop over join.iterate reached a"
-                    " listed module without it. Call join.scale(loss) for every backward of the loop, or for none. If"
-                    " a listed module takes the loss (LossGate), scale its result: join.scale(module(loss)). [J526]"
+                    "A loss went through join.scale, but the first backward in this loop over join.iterate began"
+                    " without it. Call join.scale(loss) for every backward of the loop, or for none. [J526]"
                 )
-            self.flows, self.is_due, self.weight = True, False, weight
-            after_backward(partial(setattr, self, "flows", False))
-        elif unit is not None and weight != self.weight:
+            backward.scaled, self.is_due, backward.weight = True, False, weight
+        elif unit is not None and weight != backward.weight:
             refuse_weight(weight, "another loss of the same backward")
         return None if unit is None or unit == self.unit else gradient * (unit / self.unit)
+
+    def enter_backward(self, *, may_be_inside: bool = False) -> Backward:
+        """Return the current backward, which begins if this is the first gradient that is noticed.
+
+        Args:
+            may_be_inside: Whether a checkpoint in the current backward may run this one.
+        """
+        task, backward = backward_under_way(), self.backward
+        if backward is not None and backward.task == task:
+            return backward
+        outer = outer_node() if may_be_inside or backward is not None else None
+        if backward is None or outer is None:  # a backward that raised has left its object
+            backward = self.backward = Backward(task)
+            end = partial(after_backward, partial(self._end_backward, backward))  # after the callbacks of reducers
+            if outer is None:
+                after_backward(end)
+            else:
+                once_behind(outer, partial(self._leave_inner, backward, end))
+        return backward
+
+    def _leave_inner(self, backward: Backward, end: Callable[[], object]) -> None:
+        backward.task = backward_under_way()
+        after_backward(end)
+
+    def _end_backward(self, backward: Backward) -> None:
+        self.backward = None
+        for call in backward.at_end:
+            call()
 
     # -- in a loop ----------------------------------------------------------------------------------------------------
 
@@ -120,22 +167,23 @@ class Scaling:
         """Begin a loop; ``required`` is the reason for which it must scale its losses, as a clause, or ``""``."""
         self._required, self.in_use, self.is_due = required, None, bool(required)
 
-    def check_backward(self, burst: Joinable) -> None:
+    def check_backward(self, burst: Joinable, *, scaled: bool) -> None:
         """Check that a loop scales its losses if it must, and all of them or none.
 
-        It is called when a backward reaches a listed module, unless ``in_use`` already is what ``flows`` is. A loop
+        It is called when a backward reaches a listed module, unless ``in_use`` already is whether it is scaled. A loop
         that begins to scale is found before, in :meth:`_begin_backward`.
 
         Args:
             burst: The backward of the module.
+            scaled: Whether it began at a scaled loss.
 
         Raises:
             JoinError: If the loop does not.
         """
         if self.in_use is None:
-            if self._required and not self.flows:
+            if self._required and not scaled:
                 raise self._not_scaled(burst, "ran")
-            self.in_use = self.flows
+            self.in_use = scaled
             return
         raise JoinError(
             f"The loss of {burst.join_name} is not scaled, but the loss of the first backward in this loop over"

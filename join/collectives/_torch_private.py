@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import sys
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable, profiler
+from torch.autograd.function import BackwardCFunction
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.utils import _pytree
@@ -72,14 +74,47 @@ def thawed(parameters: Sequence[torch.Tensor]) -> Generator[None]:
             parameter.requires_grad_(False)
 
 
+class _Reach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device="cpu")
+
+
 def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
     """Return the nodes of the graph that accumulate the gradients of parameters, frozen or not.
 
-    A parameter keeps its node while it is frozen and thawed. Replaces ``get_gradient_edge`` for frozen parameters.
+    A parameter keeps its node while it is frozen and thawed. Replaces ``get_gradient_edge``, which refuses frozen
+    parameters and makes a view of each of the others.
     """
     with thawed(parameters), torch.enable_grad():
-        views = [parameter.view_as(parameter) for parameter in parameters]
-    return [view.grad_fn.next_functions[0][0] for view in views]  # pyright: ignore[reportOptionalMemberAccess]
+        reached: Any = _Reach.apply(*parameters)
+    return [node for node, _ in reached.grad_fn.next_functions] if parameters else []
+
+
+def outer_node() -> Any:
+    """Return the node of the outermost backward that runs the current backward inside itself, or ``None``.
+
+    A reentrant checkpoint is such a node. Replaces a query for the backward around a backward.
+    """
+    frame, node, apply = sys._getframe(1), None, BackwardCFunction.apply.__code__
+    while frame is not None:
+        if frame.f_code is apply:
+            node = frame.f_locals["self"]
+        frame = frame.f_back
+    return node
+
+
+def once_behind(node: Any, call: Callable[[], object]) -> None:
+    """Call a function once, when a node that runs has ended: before the first node behind it runs."""
+    handles: list[Any] = []
+
+    def run(*_: Any) -> None:
+        if handles:
+            while handles:
+                handles.pop().remove()
+            call()
+
+    handles += [each.register_prehook(run) for each, _ in node.next_functions if each is not None]
 
 
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from join.collectives._torch_private import after_backward, backward_under_way
+from join.collectives._torch_private import backward_under_way
 
 
 def in_backward() -> bool:
@@ -78,40 +77,3 @@ def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
         behind = {function for function, _ in node.next_functions} - seen
         seen |= behind
         nodes += behind
-
-
-def hook_gradients(
-    parameters: Sequence[torch.Tensor],
-    handles: dict[int, Any],
-    hook_of: Callable[[int], Callable[[torch.Tensor], torch.Tensor | None]],
-) -> None:
-    """Register hooks for the gradients of parameters that have none. Parameters may be frozen in some backwards.
-
-    Args:
-        parameters: The parameters of a module.
-        handles: The handles of earlier hooks, by the number of the parameter. New handles are added.
-        hook_of: Returns the hook for the parameter of a number.
-    """
-    for index, parameter in enumerate(parameters):
-        if parameter.requires_grad and index not in handles:
-            handles[index] = parameter.register_hook(hook_of(index))
-
-
-def remove_hooks(handles: dict[int, Any]) -> None:
-    """Remove hooks, and clear their handles."""
-    for handle in handles.values():
-        handle.remove()
-    handles.clear()
-
-
-def once_before(nodes: Sequence[Any], hook: Callable[[], None]) -> None:
-    """Call ``hook`` before the first of these nodes runs, if one of them runs in the current backward pass."""
-    handles: dict[int, Any] = {}
-
-    def run(*_: Any) -> None:
-        if handles:
-            remove_hooks(handles)
-            hook()
-
-    handles.update(enumerate(node.register_prehook(run) for node in nodes))
-    after_backward(partial(remove_hooks, handles))

@@ -1,16 +1,23 @@
-"""Hooks on the forwards of a DDP module, which find its backwards: :class:`Forwards`.
+"""Hooks on a DDP module that find its backwards and weigh their gradients: :class:`Forwards`.
 
-A backward has no hook of its own in torch. So each forward with grad puts a hook on its outputs. The first gradient
-that arrives there shows that a backward has begun. It is a backward of the module if it reaches the module's
-parameters. ``torch.autograd.grad`` reaches none. Parameters behind reentrant checkpoints are reached by backwards
-inside the backward, each with an end of its own.
+A loss takes any way from the module to ``backward()``: through outputs, attributes, hooks or objects. So a backward is
+found where all ways end, by a hook on the node that accumulates the gradient of a parameter. The hook runs before DDP's
+own. ``torch.autograd.grad`` runs no such node. The first gradient of a backward begins the reduction. All gradients are
+multiplied by the factor of the backward, if it is not 1.
+
+A backward belongs to the module if a forward with grad has run since the last one. A second backward of one forward
+also belongs to it, if a gradient has entered outputs. Any other backward that reaches the parameters begins at a
+penalty on them. It adds the same gradients on all ranks, so its gradients stay as they are.
+
+The hook on outputs knows the step of the forward. On a dummy, it copies the tensors that a checkpoint will change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import Any, NoReturn, cast
+from functools import partial
+from threading import RLock
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -18,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import JoinError
 from join.batch import Step
-from join.collectives._torch_private import Writes, accumulators, on_gradient, will_run, writes_to
+from join.collectives._torch_private import accumulators, backward_under_way, on_gradient
 from join.protocol.channel import Channel
+from join.scaling import Backward
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BufferSync
-from joinables.ddp.window import memory_of
 from joinables.dummy_forward import InnerForward, refuse_backward_on_dummy
 from joinables.modules import ModuleHook, run_uncompiled, synchronised_norms, tensors_with_grad
 from joinables.own_collectives import refuse_in_plain_block
@@ -34,7 +41,7 @@ IN_TORCH_JOIN = (
 
 
 class Forwards:
-    """Hooks on the forwards of a DDP module, which find the first gradient that enters the outputs of a forward.
+    """Hooks on a DDP module, which find its backwards and multiply their gradients by a factor.
 
     They also replace DDP's synchronisation of buffers, and restore buffers and frozen parameters after a forward on a
     dummy.
@@ -54,11 +61,16 @@ class Forwards:
         self.reduces_next = False
         """Whether the reducer reduces in the next backward of any forward, since a synchronised forward has run."""
         self._outputs: list[ref[torch.Tensor]] = []
-        self._parameter_hook: Any = None  # the handle of a hook on the parameters, if a forward shows no output tensor
-        self._writes_before: Writes = []  # the writes to each gradient before the forward
-        self._memory = memory_of(ddp)
-        self.end_calls: list[Callable[[], None]] | None = None
-        """Calls at the end of the current backward if it runs others inside. ``None`` if it does not."""
+        self._awaits: Step | None = None  # the step of the last forward with grad, until its backward begins
+        self._lock = RLock()  # each device has a thread that calls hooks
+        self._task = -1  # the number of the last backward in which a gradient arrived at a parameter
+        self.entered: Backward | None = None
+        """The last backward in which a gradient entered outputs of the module."""
+        self.backward: Backward = Backward(-1)
+        """The last backward of the module."""
+        self.factor = 1.0
+        """The number that multiplies the gradients of the current backward. It is 0 if a batch has the weight 0; even
+        gradients of NaN then become 0. For a comm hook, it turns each gradient into a part of the mean."""
 
     def attach(
         self, channel: Channel, on_forward: Callable[[], None], on_backward: Callable[[bool], None]
@@ -76,8 +88,7 @@ class Forwards:
         """
         ddp, inner = self._ddp, cast("torch.nn.Module", self._ddp.module)
         self._channel, self._on_forward, self._on_backward = channel, on_forward, on_backward
-        # Until a forward returns a tensor with grad, a backward may run inside it.
-        self._may_run_backward_inside = True
+        self._is_watching = False  # whether the parameters have their hooks; a rank without data needs none
         self._param_sync = ddp.require_forward_param_sync
         reducer.suppress_buffer_sync(ddp)
         self.inner = InnerForward(inner, channel, cast("set[str]", ddp.parameters_to_ignore))
@@ -92,22 +103,10 @@ class Forwards:
     def detach(self) -> None:
         """Restore the module; called when the block is left and the handles are removed."""
         self.inner.remove()
-        if self._parameter_hook is not None:
-            self._parameter_hook.remove()
-            self._parameter_hook = None
-        del self.inner, self._channel, self._on_forward, self._on_backward  # these hold a batch, or the module
+        # These hold a batch, or the module.
+        del self.inner, self._channel, self._on_forward, self._on_backward, self.entered, self.backward
         self._ddp.require_forward_param_sync = self._param_sync
         self.reduces_next = False
-
-    @cached_property
-    def _accumulators(self) -> list[Any]:
-        """The nodes of the parameters, made when a backward does not reach the first parameter."""
-        return accumulators(self._parameters)
-
-    @cached_property
-    def _first_accumulator(self) -> list[Any]:
-        """The node of the first parameter, made in the first backward, since a rank without data needs none."""
-        return accumulators(self._parameters[:1])
 
     @property
     def outputs(self) -> list[torch.Tensor]:
@@ -133,8 +132,8 @@ class Forwards:
         if objects.is_in_torch_join(self._ddp):
             raise JoinError(IN_TORCH_JOIN)
         channel = self._channel
-        if channel.scaling.flows and not autograd.in_backward():  # the last backward raised
-            channel.scaling.flows = False
+        if channel.scaling.backward is not None and not autograd.in_backward():  # the last backward raised
+            channel.scaling.backward = None
         if self.norms and any(norm.training for norm in self.norms.values()):
             refuse_in_plain_block(self._ddp, "which contains SyncBatchNorm in training mode", channel)
         watches = channel.place.step.is_dummy or channel.place.step.may_be_last
@@ -144,9 +143,10 @@ class Forwards:
             reducer.suppress_buffer_sync(self._ddp)
             self._buffers.notice_new_shapes()
         if torch.is_grad_enabled():
+            if not self._is_watching:
+                self._handles += [node.register_prehook(self._arrive) for node in accumulators(self._parameters)]
+                self._is_watching = True
             self._on_forward()
-        if self._may_run_backward_inside:
-            self._writes_before = writes_to(parameter.grad for parameter in self._parameters)
         if watches:
             self.inner.begin(arguments)
             self.inner.put()
@@ -163,25 +163,19 @@ class Forwards:
             self._buffers.fulfil()  # the broadcast had to wait for the end of the forward
         is_one = isinstance(output, torch.Tensor) and output.requires_grad  # the usual case
         outputs = [output] if is_one else tensors_with_grad(output)
-        if self._may_run_backward_inside:
-            self._refuse_backward_inside()
-            self._may_run_backward_inside = not outputs
         synchronises = bool(self._ddp.require_backward_grad_sync)
         self.reduces_next |= synchronises
+        self._awaits = self._channel.place.step
         if synchronises and self._ddp.find_unused_parameters:
             self._outputs = [ref(tensor) for tensor in outputs]
-        hook = partial(self._gradient_enters, synchronises, self._channel.place.step)
+        hook = partial(self._gradient_enters, synchronises, self._awaits)
         for tensor in outputs:
             handle = on_gradient(tensor, hook)
             if tensor.is_leaf:  # the user's own tensor, returned unchanged, outlives the graph
                 self._handles.append(handle)
-        if not outputs:  # they are hidden in an object, so the first gradient of a parameter marks the backward
-            if self._parameter_hook is not None:
-                self._parameter_hook.remove()  # the hook of an earlier forward would run first
-            self._parameter_hook = torch.autograd.graph.register_multi_grad_hook(self._parameters, hook, mode="any")
 
     def _gradient_enters(self, synchronises: bool, step: Step, gradient: torch.Tensor) -> None:
-        """Notice a backward at the first gradient that enters the module, if gradients will reach its parameters.
+        """Prepare for a backward at the first gradient that enters outputs of the module.
 
         Args:
             synchronises: Whether DDP reduces gradients after the forward.
@@ -190,46 +184,56 @@ class Forwards:
         """
         if "_channel" not in vars(self):  # the block has ended, and this is an ordinary DDP module
             return
+        backward = self._channel.scaling.enter_backward()
+        if backward is not self.entered:
+            self.entered, self._entered_synchronises = backward, synchronises
+            self._task = -1
+        if step.is_dummy or step is not self._channel.place.step:
+            self._check_step(step)
+
+    def _check_step(self, step: Step) -> None:
+        """Check that the backward of a forward in a step of a loop runs in this step, and keep a dummy's tensors."""
         current = self._channel.place.step
         if step.is_dummy:
             if not current.in_loop:
                 refuse_backward_on_dummy(cast("object", self._ddp.module))
             self.inner.keep_in_backward()
-        backward = autograd.backward_under_way()
-        if backward == self._memory.backward:
-            return
-        self._memory.backward, self.end_calls = backward, None
         if step.window != current.window and step.in_loop and current.in_loop:
-            self._refuse_late_backward(step, current)
-        try:
-            reaches_parameters = any(map(will_run, self._first_accumulator)) or any(map(will_run, self._accumulators))
-        except RuntimeError:  # torch.autograd.grad computes the gradient of one of the parameters
-            reaches_parameters = False
-        if reaches_parameters:
-            self._on_backward(synchronises)
-            return
-        # This is torch.autograd.grad, or the parameters are behind reentrant checkpoints. These run backwards of their
-        # own inside this one, each with its own end.
-        end_calls = self.end_calls = list[Callable[[], None]]()
-        autograd.once_before(self._accumulators, partial(self._on_backward, synchronises))
-
-        def end() -> None:
-            for call in end_calls:
-                call()
-
-        autograd.after_backward(partial(autograd.after_backward, end))  # after the callbacks of reducers
-
-    def _refuse_late_backward(self, step: Step, current: Step) -> NoReturn:
-        raise JoinError(
-            f"A backward of DistributedDataParallel ran in step {current.number} of join.iterate, but its forward ran"
-            f" in step {step.number}. join.weight, join.shadowing and gradients belong to the batch that was read last."
-            " Run the backward before you read the next batch, and call next() only at the start of a step. [J701]"
-        )
-
-    def _refuse_backward_inside(self) -> None:
-        if writes_to(parameter.grad for parameter in self._parameters) != self._writes_before:
-            name = type(cast("object", self._ddp.module)).__name__
             raise JoinError(
-                f"A backward ran inside the forward of DistributedDataParallel({name}). It can neither be announced nor"
-                " shadowed there. Return the loss from the forward, and call backward() after it. [J109]"
+                f"A backward of DistributedDataParallel ran in step {current.number} of join.iterate, but its forward"
+                f" ran in step {step.number}. join.weight, join.shadowing and gradients belong to the batch that was"
+                " read last. Run the backward before you read the next batch, and call next() only at the start of a"
+                " step. [J701]"
             )
+
+    def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor] | None:
+        """Find a backward, and multiply a gradient; called before each gradient arrives at its parameter."""
+        if backward_under_way() != self._task:
+            self._arrive_first()
+        if self.factor == 1.0 or (gradient := gradients[0]) is None:  # SyncBatchNorm passes None for an empty batch
+            return None
+        return (gradient * self.factor if self.factor else torch.zeros_like(gradient),)
+
+    def _arrive_first(self) -> None:
+        """Find out which backward it is whose first gradient arrives, and begin it if it is a new one of the module."""
+        with self._lock:
+            task, backward = backward_under_way(), self.entered
+            if task == self._task:
+                return
+            if backward is None or backward.task != task:
+                backward = self._channel.scaling.enter_backward(may_be_inside=True)
+            if backward is not self.backward:
+                self.factor, is_entered = 1.0, backward is self.entered
+                if not is_entered and reducer.is_in_forward(self._ddp):
+                    name = type(cast("object", self._ddp.module)).__name__
+                    raise JoinError(
+                        f"A backward ran inside the forward of DistributedDataParallel({name}). It can neither be"
+                        " announced nor shadowed there. Return the loss from the forward, and call backward() after it."
+                        " [J109]"
+                    )
+                if is_entered or self._awaits is not None:
+                    if self._awaits is not None and not is_entered:
+                        self._check_step(self._awaits)
+                    self.backward, self._awaits = backward, None
+                    self._on_backward(is_entered and self._entered_synchronises)
+            self._task = task

@@ -32,7 +32,6 @@ The source of n and S is:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from typing_extensions import override
@@ -173,8 +172,6 @@ class Means:
     def __init__(self, *, over_all_ranks: bool) -> None:
         self.over_all_ranks = over_all_ranks
         """Whether gradients without weights are divided by the world size."""
-        self.sharing: Sequence[Burst] = ()
-        """The bursts of other modules that reduce some of the same parameters."""
 
     def attach(self, channel: Channel, burst: Burst, *, has_comm_hook: bool) -> None:
         """Prepare for a block that is entered.

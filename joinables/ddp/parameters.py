@@ -1,4 +1,4 @@
-"""Records for each parameter of a DDP module: :class:`Factors` and :class:`UsedParameters`.
+"""Records for each parameter of a DDP module: :class:`UsedParameters`.
 
 *Parameters that DDP does not know.* DDP reduces the gradients of the parameters that required grad when it was built.
 A parameter that was thawed or added since then has its own gradient on each rank: :func:`refuse_unreduced_parameters`.
@@ -24,41 +24,10 @@ from typing import Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from join.collectives._torch_private import thawed
+from join.collectives._torch_private import accumulators, thawed
 from join.protocol.channel import Channel
-from joinables._torch import autograd, reducer
+from joinables._torch import reducer
 from joinables.loss_gate import LossGate
-
-
-class Factors:
-    """Multiplication of the gradients that arrive at parameters.
-
-    The factor is 0 if a batch has the weight 0; even gradients of NaN then become 0. For a comm hook, the factor turns
-    each gradient into a part of the mean. In all other cases it is 1, and no hook is registered.
-
-    Args:
-        parameters: The parameters.
-    """
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._handles: dict[int, Any] = {}  # by the index of the parameter
-        self.factor = 1.0
-        """The number that gradients are multiplied by."""
-
-    def multiply_by(self, factor: float) -> None:
-        """Set the number that multiplies the gradients of the next backwards; 1 removes the hooks."""
-        self.factor = factor
-        if factor == 1.0:
-            autograd.remove_hooks(self._handles)
-            return
-        if len(self._handles) < len(self._parameters):
-            autograd.hook_gradients(self._parameters, self._handles, lambda _: self._multiply)
-
-    def _multiply(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None:  # SyncBatchNorm passes None instead of zeros for an empty batch
-            return None
-        return gradient * self.factor if self.factor else torch.zeros_like(gradient)
 
 
 class UsedParameters:
@@ -74,7 +43,7 @@ class UsedParameters:
         self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], channel: Channel
     ) -> None:
         self._parameters, self._channel = parameters, channel
-        self._handles: dict[int, Any] = {}  # by the index of the parameter
+        self._handles: list[Any] = []
         self.counts = ddp.find_unused_parameters and not ddp.static_graph
         """Whether use is counted, which needs ``find_unused_parameters``."""
         self._used = torch.zeros(len(parameters), dtype=torch.int64, device="cpu")
@@ -82,16 +51,18 @@ class UsedParameters:
 
     def detach(self) -> None:
         """Remove the hooks; called when the block is left."""
-        autograd.remove_hooks(self._handles)
+        for handle in self._handles:
+            handle.remove()
         del self._channel
 
     def watch(self) -> None:
         """Register hooks on the parameters before a forward, in a loop over ``Join.iterate``."""
-        if self.counts and len(self._handles) < len(self._parameters):
-            autograd.hook_gradients(self._parameters, self._handles, lambda index: partial(self._mark_used, index))
+        if self.counts and not self._handles:
+            nodes = enumerate(accumulators(self._parameters))
+            self._handles = [node.register_prehook(partial(self._mark_used, index)) for index, node in nodes]
 
-    def _mark_used(self, index: int, gradient: torch.Tensor) -> None:
-        if self._handles and not self._channel.place.step.is_dummy:
+    def _mark_used(self, index: int, gradients: Any) -> None:
+        if not self._channel.place.step.is_dummy:
             self._used[index] = 1
 
     def begin_window(self) -> None:

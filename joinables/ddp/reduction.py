@@ -5,9 +5,9 @@ from ``backward()`` to ``step()``::
 
               active rank                     dummy                           joined rank
               -----------                     -----                           -----------
-    found     by a hook of ``Forwards``       the same                        by a header
-    window    counts the backward             the same; ``Factors`` makes     dropped, unless this block left it open
-                                              the gradient 0
+    found     by ``Forwards._arrive``         the same                        by a header
+    window    counts the backward             the same; the factor of the     dropped, unless this block left it open
+                                              backward is 0
     close     ``_close_window``               the same                        the same
     reduce    DDP's reducer                   the same                        zeros, or the reducer's own backward
     finish    ``_finish``                     the same                        the same, for sharded optimizers
@@ -38,8 +38,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Burst, Join, Joinable, JoinError, JoinHook, ProtocolError
-from join.collectives._torch_private import are_zero, writes_to
+from join import Join, Joinable, JoinError, JoinHook, ProtocolError
+from join.collectives._torch_private import after_backward, are_zero, writes_to
 from join.protocol.channel import Phase
 from join.scaling import refuse_unreduced, refuse_weight
 from join.transfer import Exchange
@@ -47,7 +47,7 @@ from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.mean import ANNOUNCED, CONTRIBUTES, Means
-from joinables.ddp.parameters import Factors, UsedParameters, refuse_unreduced_parameters
+from joinables.ddp.parameters import UsedParameters, refuse_unreduced_parameters
 from joinables.ddp.window import LastResult, Window, have_none, memory_of
 from joinables.own_collectives import mixing
 from joinables.sample import sampled
@@ -75,7 +75,6 @@ class GradientSync(DDPBurst):
         self._forwards = Forwards(ddp, self._parameters, buffers)
         self.mixes_ranks = mixing(self.join_name, self._forwards.norms)  # a NaN on a dummy would reach other ranks
         self._memory = memory_of(ddp)
-        self._factors = Factors(self._parameters)
 
     @override
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
@@ -116,7 +115,7 @@ class GradientSync(DDPBurst):
         reduced = {each: set(map(id, reducer.reduced_parameters(each.join_target))) for each in bursts}
         self._handles += refuse_unreduced_parameters(self._ddp, set[int]().union(*reduced.values()))
         others = [each for each in bursts if each is not self] if self._collective.world_size > 1 else []
-        self._means.sharing = [each for each in others if reduced[each] & reduced[self]]
+        self._sharing = [each for each in others if reduced[each] & reduced[self]]
 
     @override
     def detach(self) -> None:
@@ -125,9 +124,7 @@ class GradientSync(DDPBurst):
             self._memory.own = sampled(self._parameters)
         self._forwards.detach()
         self._used.detach()
-        if self._factors.factor != 1.0:
-            self._factors.multiply_by(1.0)
-        del self._means, self._mean  # these hold the channel, or this object
+        del self._means, self._mean, self._sharing  # these hold the channel, or this object
 
     @override
     def exchange(self, source: int) -> Exchange:
@@ -281,21 +278,21 @@ class GradientSync(DDPBurst):
         channel = self._channel
         if channel.place.phase is Phase.LEFT:
             channel.end_left_loop()
-        window, in_loop = self._memory.window, channel.place.step.in_loop
+        window, in_loop, backward = self._memory.window, channel.place.step.in_loop, self._forwards.backward
         if window.sample is not None:
             self._notice_own_step()
-        for other in self._means.sharing:
+        for other in self._sharing:
             self._refuse_shared_backward(other)
         if in_loop or window.backwards or window.number:
             window = self._enter_window()
         if in_loop:
             weight = channel.place.step.weight
-            if channel.scaling.in_use is not channel.scaling.flows:
-                self._check_scaling()
+            if channel.scaling.in_use is not backward.scaled:
+                self._check_scaling(backward.scaled)
         else:
             self.own_steps += 1
             weight = self._means.scope.weight
-            if weight != (channel.scaling.weight if channel.scaling.flows else None):
+            if weight != backward.weight:
                 refuse_weight(weight, self.join_name)
             if window.backwards and (window.weight is None) != (weight is None):
                 raise JoinError(
@@ -303,8 +300,7 @@ class GradientSync(DDPBurst):
                 )
             if weight is not None:
                 window.weight, window.unit = (window.weight or 0.0) + weight, channel.scaling.unit
-        if weight == 0 or self._factors.factor != 1.0:
-            self._factors.multiply_by(0.0 if weight == 0 else 1.0)
+        self._forwards.factor = 0.0 if weight == 0 else 1.0
         window.backwards += 1
         if in_loop or not self.is_pending:
             mean = self._means.choose()
@@ -320,22 +316,23 @@ class GradientSync(DDPBurst):
             window.sample = sampled(self._parameters)
         if mean.may_recount and window.backwards == 1:
             window.kept = LastResult.copy_of(self._parameters)
-        autograd.after_backward(partial(self._remember_writes, window))
+        backward.at_end.append(partial(self._remember_writes, window))
 
-    def _refuse_shared_backward(self, other: Burst) -> None:
+    def _refuse_shared_backward(self, other: GradientSync) -> None:
         """Refuse a backward through two modules that share a parameter, unless reductions leave a mean as it is."""
-        is_mean = self._channel.place.step.in_loop and (self._channel.scaling.flows or self._means.over_all_ranks)
-        if not is_mean and memory_of(other.join_target).backward == self._memory.backward:
+        backward = self._forwards.backward
+        is_mean = self._channel.place.step.in_loop and (backward.scaled or self._means.over_all_ranks)
+        if not is_mean and backward in (other._forwards.backward, other._forwards.entered):
             #: Or loop over `join.iterate`, and call `join.scale(loss).backward()`.
             raise JoinError(
                 f"Two modules that share a parameter are in one backward ({self.join_name}, {other.join_name}), so each"
                 " would average its gradient. Wrap one module that contains both, or run two backwards. [J775]"
             )
 
-    def _check_scaling(self) -> None:
+    def _check_scaling(self, scaled: bool) -> None:
         """Check the scaling of the loss, in the first backward of a loop or in one that is unlike the first."""
         scaling = self._channel.scaling
-        if scaling.in_use is None and not scaling.flows:
+        if scaling.in_use is None and not scaled:
             collective = autograd.differentiated_collective(self._ddp.process_group)
             if collective:
                 raise JoinError(
@@ -343,7 +340,7 @@ class GradientSync(DDPBurst):
                     " are wrong if a rank has no data, unless losses are scaled. Pass"
                     " divide_by_initial_world_size=False to Join, and call join.scale(loss).backward(). [J700]"
                 )
-        scaling.check_backward(self)
+        scaling.check_backward(self, scaled=scaled)
 
     def _enter_window(self) -> Window:
         """Return the window of the next backward.
@@ -392,15 +389,11 @@ class GradientSync(DDPBurst):
         self.is_pending = self._forwards.reduces_next = False
         if channel.guard.timeout is not None and not in_loop:
             # This is before the reducer waits, which does not look for missing ranks.
-            autograd.after_backward(channel.headers.read)
+            after_backward(channel.headers.read)
         counts_use = self._used.counts and self._mean.window.with_dummies
         if in_loop and not (self._mean.has_factor or counts_use or self._rebuild.is_due):
             return
-        finish = partial(self._finish, self._parameters)
-        if self._forwards.end_calls is None:  # twice, so that it runs after the callbacks of reducers
-            autograd.after_backward(partial(autograd.after_backward, finish))
-        else:
-            self._forwards.end_calls.append(finish)
+        self._forwards.backward.at_end.append(partial(self._finish, self._parameters))
 
     def _raise_unfinished(self) -> NoReturn:
         raise JoinError(
@@ -427,8 +420,7 @@ class GradientSync(DDPBurst):
             mean.begin(window)
         if mean.in_parts:
             factor = mean.factor()
-            if self._factors.factor:
-                self._factors.multiply_by(factor)
+            self._forwards.factor *= factor
             reducer.multiply_gradients(self._parameters, factor)
         mean.window, self._memory.window = window, Window()
 
@@ -449,9 +441,7 @@ class GradientSync(DDPBurst):
         if touched is not None:
             self._mean.window.kept.restore(self._parameters, touched)
         self._mean.window.kept.clear()  # it is as large as the gradients
-        if self._mean.in_parts:
-            self._factors.multiply_by(1.0)
-        elif self._mean.has_factor and (factor := self._mean.factor()) != 1:
+        if not self._mean.in_parts and self._mean.has_factor and (factor := self._mean.factor()) != 1:
             reducer.multiply_gradients(parameters, factor, touched)
         if self._used.counts and self._mean.window.with_dummies:
             self._used.end_reduction()

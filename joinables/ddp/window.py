@@ -127,13 +127,11 @@ class Memory:
         own: The sample of the parameters as the last block left them, if a step in it was on gradients that no
             reduction had included. While the sample is the same, the parameters may differ between ranks. In a block,
             the sample after such a step. ``None`` if there was none.
-        backward: The number of the last backward in which a gradient entered the module.
     """
 
     window: Window = field(default_factory=Window)
     buffer_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     own: Mapping[str, float] | None = None
-    backward: int = -1
 
 
 _memories: WeakKeyDictionary[DistributedDataParallel, Memory] = WeakKeyDictionary()

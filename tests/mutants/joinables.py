@@ -68,7 +68,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "writes_to(parameter.grad for parameter in self._parameters) != self._writes_before",
+        "not is_entered and reducer.is_in_forward(self._ddp)",
         "False",
         "tests/join/failure/test_training.py::test_a_backward_inside_the_forward",
     ),
@@ -214,12 +214,12 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/parameters.py",
-        "if self._handles and not self._channel.place.step.is_dummy:",
-        "if self._handles:",
+        "if not self._channel.place.step.is_dummy:",
+        "if True:",
         "tests/join/loop/test_training.py::test_what_only_dummies_used_has_no_gradient_after_a_backward_that_all_skip",
     ),
     Mutant(
-        "joinables/ddp/parameters.py",
+        "joinables/ddp/forwards.py",
         "gradient * self.factor if self.factor else torch.zeros_like(gradient)",
         "gradient * self.factor",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number",
@@ -372,7 +372,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "if scaling.in_use is None and not scaling.flows:",
+        "if scaling.in_use is None and not scaled:",
         "if False:",
         "tests/joinables/ddp/test_loss_over_ranks.py::test_it_is_refused",
     ),
@@ -427,8 +427,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "        if not is_mean and memory_of(",
-        "        if False and memory_of(",
+        "        if not is_mean and backward in (",
+        "        if False and backward in (",
         "tests/joinables/ddp/test_unknown_parameters.py::test_one_backward_of_modules_that_share_a_parameter_is_an_error",
     ),
     Mutant(
@@ -642,8 +642,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/collectives/_torch_private.py",
-        "    with thawed(parameters), torch.enable_grad():\n        views",
-        "    with torch.enable_grad():\n        views",
+        "    with thawed(parameters), torch.enable_grad():\n        reached",
+        "    with torch.enable_grad():\n        reached",
         "tests/joinables/ddp/test_frozen_for_a_backward.py::test_frozen_when_a_block_is_entered",
     ),
     Mutant(
@@ -709,8 +709,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "            if self._factors.factor:\n",
-        "            if True:\n",
+        "            self._forwards.factor *= factor\n",
+        "            self._forwards.factor = factor\n",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number[True]",
     ),
     Mutant(
@@ -790,5 +790,23 @@ MUTANTS = [
         " or reducer.hooks_remember(self._ddp):",
         ":",
         "tests/joinables/ddp/test_backwards.py::test_a_backward_that_all_ranks_skip_under_a_hook_that_remembers",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "                if is_entered or self._awaits is not None:",
+        "                if is_entered:",
+        "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[distribution: last: weights]",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "                self.factor, is_entered = 1.0, backward is self.entered",
+        "                is_entered = backward is self.entered",
+        "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[outputs: empty: after]",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "                    self.backward, self._awaits = backward, None",
+        "                    self.backward = backward",
+        "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[outputs: empty: after]",
     ),
 ]

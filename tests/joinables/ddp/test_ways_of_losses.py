@@ -1,0 +1,278 @@
+"""Losses that take other ways than the outputs of the module, and penalties in backwards of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint as checkpoints
+
+from join import Join
+from tests.harness import Pool, all_or_each
+from tests.training import FEATURES, TOLERANCE, batch
+
+EPOCHS = (3, 5, 0), (4, 3, 6)
+
+
+class Hiding:
+    """An object of a class that nobody knows."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@dataclass
+class Fields:
+    probabilities: torch.Tensor
+    hidden: Any = None
+
+
+def checkpointed(part: Any, x: torch.Tensor) -> Any:
+    return cast("Any", checkpoints).checkpoint(part, x, use_reentrant=True)
+
+
+class Model(nn.Module):
+    """Model whose forward shows its last layer in a way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.z: torch.Tensor = torch.zeros(())
+        self.first, self.last = nn.Linear(FEATURES, 6), nn.Linear(6, 1)
+        self.outside = nn.Parameter(torch.tensor(0.5)) if "outside" in way else None
+        if way == "adapter":
+            self.last.requires_grad_(False)
+        if way == "hook":
+            self.last.register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.z = output
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden: torch.Tensor
+        if "reentrant" in self.way or self.way == "adapter":
+            hidden = checkpointed(self.body, x.detach().requires_grad_())
+        else:
+            hidden = self.body(x)
+        if self.way == "two reentrant, hidden":
+            self.z = checkpointed(self.last, hidden)
+        elif self.way == "hook":
+            self.last(hidden)
+        else:
+            self.z = self.last(hidden)
+        return self.shown(self.z)
+
+    def shown(self, z: torch.Tensor) -> Any:
+        match self.way:
+            case "attribute" | "hook":
+                return z.detach().sigmoid()
+            case "attribute beside outputs" | "attribute beside outputs, outside":
+                return {"probabilities": z.sigmoid()}
+            case "object" | "two reentrant, hidden" | "reentrant, hidden":
+                return Hiding(z)
+            case "tuple with an object":
+                return z.sigmoid(), Hiding(z)
+            case "dataclass":
+                return Fields(z.sigmoid(), Hiding(z))
+            case "distribution":
+                return torch.distributions.Normal(z, 1.0)
+            case "nothing":
+                return None
+            case _:
+                return z
+
+    def loss(self, y: torch.Tensor) -> torch.Tensor:
+        loss = (self.z - y).square().mean()
+        return loss if self.outside is None else (-self.outside).exp() * loss + self.outside
+
+    def penalty(self) -> torch.Tensor:
+        return sum((0.1 * each.square().sum() for each in self.parameters() if each.requires_grad), torch.zeros(()))
+
+
+WAYS = (
+    "outputs",
+    "attribute",
+    "attribute beside outputs",
+    "attribute beside outputs, outside",
+    "hook",
+    "object",
+    "tuple with an object",
+    "dataclass",
+    "distribution",
+    "nothing",
+    "outside",
+    "adapter",
+    "reentrant",
+    "reentrant, hidden",
+    "two reentrant, hidden",
+)
+
+
+class Case(NamedTuple):
+    way: str
+    block: str  # "plain", or a dummy of join.iterate
+    weights: str  # "", "weights", or "with 0": a batch of weight 0
+    window: int
+    penalty: str
+    options: str
+
+
+def weight_of(case: Case, rank: int, step: int) -> int:
+    if case.weights == "with 0" and (rank, step) == (1, 1):
+        return 0
+    return 2 + (rank + step) % 3 if case.weights else 1
+
+
+def data(case: Case, rank: int, epoch: int) -> list[Any]:
+    weights = [weight_of(case, rank, step) for step in range(EPOCHS[epoch][rank])]
+    return [(*batch(rank, epoch, step), torch.tensor([weight])) for step, weight in enumerate(weights)]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05, momentum=0.9)
+
+
+def steps(case: Case, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+    """Return the optimizer step, after which every second step keeps its gradients in the case ``kept``."""
+
+    def step(number: int) -> None:
+        optimizer.step()
+        if "kept" not in case.options or number % 2:
+            optimizer.zero_grad()
+
+    return step
+
+
+def alone(case: Case) -> list[torch.Tensor]:
+    model = Model(case.way)
+    step = steps(case, optimizer_of(model))
+    for epoch, counts in enumerate(EPOCHS):
+        for first in range(0, max(counts), case.window):
+            rows = [row for rank in range(3) for row in data(case, rank, epoch)[first : first + case.window]]
+            total = sum(int(weight) for *_, weight in rows)
+            if not case.weights and case.block == "plain":  # a mean over ranks of the sums of their windows
+                total = sum(counts[rank] > first for rank in range(3))
+            for x, y, weight in rows:
+                model(x)
+                (int(weight) / total * model.loss(y)).backward()
+            if case.penalty:
+                model.penalty().backward()
+            step(first // case.window)
+    return [each.detach() for each in model.parameters()]
+
+
+def train(rank: int, case: Case) -> list[torch.Tensor]:
+    options: dict[str, Any] = {
+        name: True for name in ("find_unused_parameters", "gradient_as_bucket_view") if name in case.options
+    }
+    module = Model(case.way)
+    ddp = DistributedDataParallel(module, **options)
+    if "comm hook" in case.options:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = optimizer_of(module)
+    step = steps(case, optimizer)
+    for epoch in range(len(EPOCHS)):
+        rows = data(case, rank, epoch)
+        with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+            for number, (x, y, weight) in enumerate(batches(case, join, rows)):
+                ends = number % case.window == case.window - 1 or number == len(rows) - 1
+                if case.block != "plain":
+                    ends = join.ends_window
+                if case.penalty == "before" and ends:
+                    module.penalty().backward()
+                if case.weights and case.block == "plain":
+                    join.weight = int(weight)
+                with contextlib.nullcontext() if ends else ddp.no_sync():
+                    ddp(x)
+                    if case.penalty == "between" and ends:
+                        module.penalty().backward()
+                    loss = module.loss(y)
+                    (join.scale(loss) if scales(case) else loss).backward()
+                if case.penalty == "after" and ends:
+                    module.penalty().backward()
+                if ends:
+                    step(number // case.window)
+    return [each.detach() for each in module.parameters()]
+
+
+def scales(case: Case) -> bool:
+    return bool(case.weights) or (case.window > 1 and case.block != "plain")
+
+
+def batches(case: Case, join: Join, rows: list[Any]) -> Iterator[Any]:
+    if case.block == "plain":
+        return iter(rows)
+    options: dict[str, Any] = {"weigh": weight_in} if case.weights else {}
+    return iter(join.iterate(rows, dummy=cast("Any", case.block), window=case.window, **options))
+
+
+def weight_in(row: Any) -> int:
+    return int(row[2])
+
+
+def is_a_case(case: Case) -> bool:
+    """Return whether a single process can train the case."""
+    if case.options == "find_unused_parameters" and case.way not in REACHING:
+        return False
+    if case.block == "plain":
+        # A rank without data runs no code, so it has no penalties, and its windows end where its data does.
+        return not case.penalty and case.window == 1
+    # DDP reduces a penalty in the place of the loss, which is then a second backward; and that one is not scaled.
+    # The second backward is not found in time if its first gradient is of a parameter that is used outside.
+    return case.penalty != "between" or (case.way in SHOWN and not scales(case))
+
+
+SHOWN = "outputs", "adapter", "reentrant"
+REACHING = "outputs", "attribute beside outputs", "tuple with an object", "dataclass"
+"""The ways in which the tensors that DDP finds in outputs reach all parameters, as it needs for unused ones."""
+OPTIONS = "", "comm hook", "gradient_as_bucket_view", "find_unused_parameters", "kept"
+CASES = [
+    case
+    for row in itertools.product(
+        WAYS,
+        ("plain", "empty", "last"),
+        ("", "weights", "with 0"),
+        (1, 2),
+        ("", "before", "between", "after"),
+        OPTIONS,
+    )
+    if is_a_case(case := Case(*row))
+]
+
+
+def name_of(case: Case) -> str:
+    return ": ".join(str(part) for part in case if part not in ("", 1))
+
+
+ALWAYS = [
+    Case("attribute", "plain", "", 1, "", ""),
+    Case("attribute beside outputs", "last", "", 1, "", ""),
+    Case("distribution", "last", "weights", 1, "", ""),
+    Case("adapter", "last", "", 1, "", ""),
+    Case("attribute beside outputs, outside", "empty", "", 1, "", ""),
+    Case("outputs", "empty", "", 1, "after", ""),
+    Case("outputs", "last", "weights", 1, "before", "kept"),
+    Case("object", "plain", "weights", 1, "", "comm hook"),
+    Case("two reentrant, hidden", "last", "", 1, "", ""),
+    Case("hook", "empty", "with 0", 2, "after", "gradient_as_bucket_view"),
+]
+"""Cases that ended wrong, or by an error, while backwards were found at outputs; and some beside them."""
+
+
+@pytest.mark.parametrize("case", dict.fromkeys([*ALWAYS, *all_or_each(CASES, together=2)]), ids=name_of)
+def test_as_one_process(pool: Pool, case: Case) -> None:
+    expected = alone(case)
+    for found in pool.run(train, case):
+        torch.testing.assert_close(found, expected, atol=10 * TOLERANCE, rtol=1e-4)

@@ -1,8 +1,8 @@
 """Batches that a loop over ``Join.iterate`` has read and not yet yielded: :class:`ReadAhead`.
 
-Some loaders write each batch into the memory of the batch before, which may still be held. So when a batch is read,
-the tensors of the batches that are held are compared with what they were just before: their versions, and for memory
-that other libraries may write to, such as numpy's, some of their elements.
+Some loaders write each batch into the memory of the batch before, which may still be held. So the versions of the
+tensors that are held are compared before and after a read. Other libraries, such as numpy, may write to memory without
+a new version. Of a tensor in such memory, some elements are compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Read(NamedTuple):
         weight: Its weight.
         state: The state of a resumable loader after it.
         tensors: The tensors in the batch when it was read.
-        tracked: Those of them whose version counts what torch writes.
+        tracked: Those of them whose version counts the writes of torch.
         foreign: Those of them whose memory other libraries may write to, such as numpy.
     """
 
@@ -152,8 +152,8 @@ class ReadAhead:
                 if is_changed:
                     raise JoinError(
                         f"The {self._name} has overwritten a batch that join.iterate has read ahead and not yet"
-                        " yielded: it hands out the same memory again. Pass join.iterate(..., lookahead=0), or let the"
-                        " loader yield copies. [J822]"
+                        " yielded, because it reuses the memory of a batch. Pass join.iterate(..., lookahead=0), or let"
+                        " the loader yield copies. [J822]"
                     )
                 held.append(Read.of(batch, weight, state))
             except BaseException as error:  # even Ctrl-C, which usually arrives here, so that other ranks get it

@@ -75,7 +75,7 @@ ONE_AT_A_TIME = (
 
 
 class Phase(Enum):
-    """What this rank does in a block."""
+    """Activity of this rank in a block."""
 
     PLAIN = auto()
     """It runs the plain part of the block, and announces its bursts."""
@@ -93,12 +93,12 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Place:
-    """Where this rank is in a block. ``Channel.place`` is the place in the innermost block.
+    """Position of this rank in a block. ``Channel.place`` is the place in the innermost block.
 
     A block that is entered in the body of a loop is a part of this body, so it has the place of the block around it.
 
     Attributes:
-        phase: What this rank does.
+        phase: The activity of this rank.
         step: The step of the loop that runs; while the loop reads, the step before. Outside, and after a ``break``, it
             is ``PLAIN``. In a step, all ranks run all bursts themselves, so none is announced.
         loop: The loop over ``Join.iterate`` that has begun last, even if it has ended.
@@ -153,7 +153,7 @@ class Channel:
         self.headers = Headers(collective, self.messages, self.guard, self.roster)
         self.scaling = Scaling()
         self.place = Place()
-        """Where this rank is in the innermost block."""
+        """The place of this rank in the innermost block."""
         self.loops = 0
         """The number of loops over ``Join.iterate`` that have begun on this channel."""
         self.late_use: LateUse | None = None

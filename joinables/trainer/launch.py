@@ -459,7 +459,7 @@ def detect_environment(environ: Mapping[str, str]) -> Environment | None:
         environ: The environment variables of the process.
 
     Raises:
-        RuntimeError: If srun or mpirun has started several processes, each of which would train by itself.
+        RuntimeError: If srun or mpirun has started several processes, since each would train by itself.
     """
     # RANK alone is too common a name to identify torchrun.
     by_hand = "RANK" in environ and ("WORLD_SIZE" in environ or "LOCAL_RANK" in environ)

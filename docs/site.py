@@ -47,6 +47,7 @@ NAVIGATION: dict[str, Any] = {
         "Accelerate": "frameworks/accelerate.md",
         "Transformers": "frameworks/transformers.md",
         "Ray": "frameworks/ray.md",
+        "Any other": "frameworks/other.md",
     },
     "Engines": {
         "Overview": "engines.md",

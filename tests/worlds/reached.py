@@ -32,7 +32,9 @@ SENDS = {
     *("all_gather", "all_gather_object", "broadcast_object", "barrier", "reduce_boolean_decision"),
 }
 """The methods of ``Collective``, ``Line`` and ``Messages`` that send something."""
-_OTHERS = tuple(f"join.{name}" for name in ("collectives", "report", "failure.w", "options", "scaling", "mean"))
+_OTHERS = tuple(
+    f"join.{name}" for name in ("collectives", "report", "failure.w", "options", "scaling", "mean", "errors")
+)
 # which carry messages, watch and explain in another thread, hold arguments, or are called by the body of a loop
 
 

@@ -230,8 +230,10 @@ def is_a_case(case: Case) -> bool:
         # A rank without data runs no code, so it has no penalties, and its windows end where its data does.
         return not case.penalty and case.window == 1
     # DDP reduces a penalty in the place of the loss, which is then a second backward; and that one is not scaled.
-    # The second backward is not found in time if its first gradient is of a parameter that is used outside.
-    return case.penalty != "between" or (case.way in SHOWN and not scales(case))
+    # The second backward is not found in time if its first gradient is of a parameter that is used outside, and with
+    # find_unused_parameters the reducer is not armed again, which is J441.
+    is_found = case.way in SHOWN and case.options != "find_unused_parameters"
+    return case.penalty != "between" or (is_found and not scales(case))
 
 
 SHOWN = "outputs", "adapter", "reentrant"

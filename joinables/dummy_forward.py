@@ -89,10 +89,10 @@ class DummyForward:
         Returns:
             Whether the call is on an empty dummy, and other samples may replace it.
         """
-        channel = self._channel
-        is_last = channel.place.step.may_be_last
-        if channel.place.step is not self._step:
-            self._step, self._number = channel.place.step, 0
+        step = self._channel.place.step
+        is_last = step.may_be_last
+        if step is not self._step:
+            self._step, self._number = step, 0
             if is_last:
                 self._calls = []
         self._number += 1
@@ -100,7 +100,7 @@ class DummyForward:
             with suppress(TypeError):  # which is raised again if a dummy needs these arguments
                 arguments = map_tensors(torch.Tensor.detach, arguments)  # without the graphs that produced them
             self._calls.append(arguments)
-        return channel.place.step.is_empty and not self._norms and has_empty_tensor(arguments)
+        return step.is_empty and not self._norms and has_empty_tensor(arguments)
 
     def instead_of(self, arguments: Arguments) -> Arguments:
         """Return arguments for the current call, to replace the empty ones, which then receive gradients of 0."""

@@ -116,13 +116,13 @@ class ShardedModule(Announcing):
         if autograd.in_backward():
             return None
         self._check(module, args)
-        channel, arguments = self._channel, (args, kwargs)
+        channel, step, arguments = self._channel, self._channel.place.step, (args, kwargs)
         self._is_replaced = False
-        watches = channel.place.step.is_dummy or channel.place.step.may_be_last
+        watches = step.is_dummy or step.may_be_last
         if channel.late_use is not None:
             channel.late_use = channel.late_use.called(arguments)
         if torch.is_grad_enabled():
-            self._enter_window(channel.place.step)
+            self._enter_window(step)
         channel.announce(self)
         if not watches:
             return None

@@ -68,17 +68,17 @@ class OptimizerState(Silent):
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Check and count a step."""
-        channel = self._channel
-        is_scaled = channel.place.step.in_loop and channel.scaling.in_use
+        channel, step = self._channel, self._channel.place.step
+        is_scaled = step.in_loop and channel.scaling.in_use
         if channel.roster.backwards and not is_scaled and autograd.backward_under_way() != -1:
             raise JoinError(
                 f"{self.join_name} stepped inside a backward, but Join multiplies the gradients of"
                 " DistributedDataParallel at its end. Step the optimizer after the backward, or loop over join.iterate"
                 " and call join.scale(loss).backward(). [J537]"
             )
-        if channel.place.step.in_loop and (channel.scaling.is_due or not channel.place.step.ends_window):
-            channel.scaling.refuse_step(self, channel.place.step)
-        if not channel.place.step.in_loop:
+        if step.in_loop and (channel.scaling.is_due or not step.ends_window):
+            channel.scaling.refuse_step(self, step)
+        if not step.in_loop:
             self.own_steps += 1
             return
         for group in self._optimizer.param_groups:

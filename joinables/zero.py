@@ -122,9 +122,9 @@ class ZeroStep(Announcing):
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         # A closure announces bursts inside the local step, so the announcement of the step follows afterwards.
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        channel = self._channel
-        if channel.place.step.in_loop and (channel.scaling.is_due or not channel.place.step.ends_window):
-            channel.scaling.refuse_step(self, channel.place.step)
+        scaling, step = self._channel.scaling, self._channel.place.step
+        if step.in_loop and (scaling.is_due or not step.ends_window):
+            scaling.refuse_step(self, step)
         if not self._shadowing and not has_closure:
             self._announce()
 

@@ -96,10 +96,8 @@ class BufferSync(DDPBurst):
         if changed != self._changed:  # not for a change that an earlier forward of the window has shown already
             self._all_changed = self._all_had_data and (self._all_changed or not self._changed)
             self._changed = changed
-        channel = self._channel
-        self._all_had_data = (
-            not channel.place.step.in_loop or channel.place.step.contributors == self._collective.world_size
-        )
+        step = self._channel.place.step
+        self._all_had_data = not step.in_loop or step.contributors == self._collective.world_size
 
     def _shapes_now(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}

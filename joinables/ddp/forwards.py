@@ -136,7 +136,8 @@ class Forwards:
             channel.scaling.backward = None
         if self.norms and any(norm.training for norm in self.norms.values()):
             refuse_in_plain_block(self._ddp, "which contains SyncBatchNorm in training mode", channel)
-        watches = channel.place.step.is_dummy or channel.place.step.may_be_last
+        step = channel.place.step
+        watches = step.is_dummy or step.may_be_last
         if channel.late_use is not None:
             channel.late_use = channel.late_use.called(arguments)
         if self._buffers is not None:

@@ -481,7 +481,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/state.py",
-        "        if not channel.place.step.in_loop:\n            self.own_steps += 1",
+        "        if not step.in_loop:\n            self.own_steps += 1",
         "        if True:\n            self.own_steps += 1",
         "tests/joinables/test_state_at_end.py::test_a_step_without_gradients_does_not_count",
     ),
@@ -531,7 +531,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/dummy_forward.py",
-        "is_last = channel.place.step.may_be_last",
+        "is_last = step.may_be_last",
         "is_last = False",
         "tests/joinables/test_dummy_calls.py::test_each_call_on_a_dummy_runs_as_in_the_last_step_with_data",
     ),

@@ -354,8 +354,6 @@ class Collective(ABC):
 class GroupLine(Line):
     """Line over a collective. Each sum is an all-reduce, in one order with all other operations of the collective."""
 
-    depth = 2
-
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
 

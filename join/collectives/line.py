@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from typing_extensions import override
@@ -91,11 +91,8 @@ DONE = Finished(0)
 class Line(ABC):
     """Sequence of operations over the ranks of a group, in one order on all of them.
 
-    Each operation is done before ``depth`` others are started, apart from one that is read late.
+    Each operation is done before the next one is started, apart from one that is read late.
     """
-
-    depth: ClassVar[int] = 1
-    """The largest number of operations that may run at a time."""
 
     @abstractmethod
     def sum(self, number: int, bits: int) -> Sum[int]:

@@ -197,8 +197,7 @@ class Channel:
     def agree(self) -> None:
         """Take the lines that carry messages, which the first call for a group sets up on all ranks."""
         self.guard.is_connecting = True
-        self.messages.line = line = self.collective.line()
-        self.headers.depth = line.depth
+        self.messages.line = self.collective.line()
         self.sums = self.collective.line(SUMS)
         """Line for sums between the collectives of a burst: one of these, if the ranks have no line beside them."""
         self.guard.peers.use(self.collective.board())
@@ -297,8 +296,6 @@ class Channel:
             headers.confirm()  # first, since ranks that run the expected burst take part in nothing else
         elif index in self.roster.awaited:
             headers.read()
-        if headers.depth > 1:
-            headers.apply_before(index)
         return work
 
     def follow(self, joinable: Joinable) -> None:
@@ -375,11 +372,8 @@ class Channel:
                 break
         if event and self._outstanding and not self.place.step.in_loop:  # the body of a loop may skip followers
             self._refuse_missing(event)
-        headers = self.headers
-        if headers.depth > 1:
-            headers.apply_due()
-        elif not headers.last.is_applied:
-            headers.apply(headers.last)
+        if not self.headers.last.is_applied:
+            self.headers.apply(self.headers.last)
 
     def flush(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run pending bursts.
@@ -439,7 +433,6 @@ class Channel:
             header = headers.send_and_read([*fields, STOPPING] if throws else fields)
             if header.active == 0:
                 headers.last.is_applied = True
-                headers.apply_before()
                 even = header.fresh == self.collective.world_size
                 return Outcome(even=even, last=fresh, shadowed=not even, source=headers.leader)
             if throws:
@@ -453,8 +446,6 @@ class Channel:
         if header.diverged:
             self.headers.raise_diverged(self.headers.last)
         for index in header.announcements:
-            if self.headers.depth > 1:
-                self.headers.apply_before(index)
             member = self.roster.announcing[index]
             member.shadowed += 1
             self._run_main_hook(member)

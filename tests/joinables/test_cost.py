@@ -142,8 +142,6 @@ class Watched:
 class WatchedLine(Line):
     """A line that notes what is started on it."""
 
-    depth = 2
-
     def __init__(self, line: Line, recorder: Recorder) -> None:
         self._line, self._recorder = line, recorder
 

@@ -368,7 +368,7 @@ class OpenBlock:
             tensors = [tensor for joinable in joinables for tensor in joinable.own_tensors()]
             own = OwnTensors(collective, tensors, outcome.source, collective.kept.agreed[self._digest])
         with profiled("compare"):
-            rows = self.channel.guard.wait(work, "has left its block", work.rows)
+            rows = self.channel.guard.wait(work, "has left its block", work.total)
         ends = [_End(*_END.unpack_from(row)) for row in rows]
         outcome, keeps = self._compare(outcome, ends, values)
         self._restore_limit()  # because a copy of all state may take longer than a burst

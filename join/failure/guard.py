@@ -237,8 +237,6 @@ class Guard:
         """Seconds after which a rank that has not arrived is an error; ``None`` for no limit."""
         self.doing = ""
         """Current activity of this rank, while it waits for a message that is not a header."""
-        self.awaits_header = 0
-        """Number of the header that this rank waits for, or has waited for last."""
         self.is_connecting = False
         """Whether the ranks are connecting, so that a rank which does not answer is gone."""
         self._collective, self.progress, self._look_for_skipped = collective, progress, look_for_skipped
@@ -372,8 +370,6 @@ class Guard:
         rank, own, others = self._collective.rank, self.progress(), self.peers.ask(limit=TIMEOUTS.note)
         if not in_collective:  # whose line this rank has left by an exception
             own = placed(own, threading.get_ident())
-        if not (in_collective or self.doing):  # this rank may have sent another header since
-            own = own._replace(headers=self.awaits_header)
         missing = [
             other
             for other in range(self._collective.world_size)

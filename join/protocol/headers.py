@@ -264,7 +264,6 @@ class SentHeader:
     computed replaces it. The defaults are the values before the first header.
 
     Attributes:
-        number: The number of headers that this rank has sent, including this one; 0 if it was not sent.
         before: The header before this one; ``None`` without one.
         work: The sum over all ranks; ``None`` if all ranks know the header without a sum.
         member: The member whose burst this rank announced in it, if any.
@@ -275,7 +274,6 @@ class SentHeader:
         leader: That leader, once the header is applied.
     """
 
-    number: int = 0
     before: Header | None = None
     work: Sum[int] | None = None
     member: Member | None = None
@@ -411,10 +409,8 @@ class Headers:
                 if flag:
                     number += code.ones[field_index]
         member = None if index is None else roster.announcing[index]
-        before, expected = self.last.header if self.last.number else None, self.foresight.expected
-        self.last = SentHeader(
-            self.tally.headers + 1, before, None, member, expected, is_applied=False, knows_leader=False
-        )
+        before, expected = self.last.header if self.last.work else None, self.foresight.expected
+        self.last = SentHeader(before, None, member, expected, is_applied=False, knows_leader=False)
         if member is not None and index is not None:
             member.announced_in = self.last
             if not roster.is_alone:
@@ -446,7 +442,6 @@ class Headers:
 
     def _read(self, sent: SentHeader) -> Header:
         assert sent.work is not None
-        self._guard.awaits_header = sent.number
         sent.header = self.roster.code.unpack(self._guard.wait(sent.work, then=sent.work.total))
         if sent.header.elsewhere:
             self.messages.raise_apart()

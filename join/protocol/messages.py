@@ -182,7 +182,7 @@ class Messages:
             doing: What this rank does, for the errors of other ranks.
         """
         work = self.line.gather(data)
-        return self._guard.wait(work, doing, work.rows)
+        return self._guard.wait(work, doing, work.total)
 
     def gather_numbers(self, number: int, doing: str = "") -> list[int]:
         """Return a number of each rank, as :meth:`gather` does."""

@@ -50,7 +50,7 @@ from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
-from join.errors import JoinError, PeerError, ProtocolError, add_note
+from join.errors import JoinError, PeerError, add_note
 from join.failure.guard import FORK, Peers
 from join.joinable import Burst, Joinable, JoinConfig
 from join.loop import Loop
@@ -137,20 +137,18 @@ class _End(NamedTuple):
 
     Attributes:
         last: Whether the rank was among the last that had data.
-        headers: The number of headers that it sent.
         total_steps: The number of steps that it made by itself (``Joinable.own_steps``), over all joinables.
         own_steps: A digest of the numbers of these steps, by joinable.
         values: A digest of the values that should be equal on all ranks.
     """
 
     last: bool
-    headers: int
     total_steps: int = 0
     own_steps: int = 0
     values: int = 0
 
 
-_END = struct.Struct("<?4q")
+_END = struct.Struct("<?3q")
 
 
 class BlockAlone:
@@ -358,7 +356,7 @@ class OpenBlock:
         collective = self._collective
         row = self._row(out_of_data_at)
         joinables = [member.joinable for member in self.scope.members]
-        end, values = _End(outcome.last, row.headers), list[tuple[str, Mapping[str, Any]]]()
+        end, values = _End(outcome.last), list[tuple[str, Mapping[str, Any]]]()
         if not outcome.shadowed:
             values, own_steps = values_of(joinables), [joinable.own_steps for joinable in joinables]
             end = end._replace(total_steps=sum(own_steps), own_steps=digest(repr(own_steps)), values=digest_of(values))
@@ -404,14 +402,8 @@ class OpenBlock:
         Ranks that are out of data at the same time may have made different steps of their own. They are uneven then.
 
         Raises:
-            ProtocolError: If ranks sent different numbers of headers, or made the same steps and hold different values.
+            ProtocolError: If ranks made the same steps and hold different values.
         """
-        if len({end.headers for end in ends}) > 1:
-            raise ProtocolError(
-                "Other collectives ran on the process group inside the block and were mistaken for headers of Join:"
-                f" ranks sent {[end.headers for end in ends]} headers. Move them behind the block, or make a joinable"
-                " of them. [J079]"
-            )
         if outcome.shadowed:
             return replace(outcome, source=next(rank for rank, end in enumerate(ends) if end.last)), outcome.last
         if len({end.own_steps for end in ends}) > 1:  # steps that no rank announces, such as those under no_sync

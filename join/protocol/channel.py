@@ -62,7 +62,7 @@ from join.collectives.timeouts import TIMEOUTS
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.guard import Guard
 from join.joinable import Joinable
-from join.protocol.headers import FRESH, STOPPING, Header, Headers, Member, Roster, Scope, SentHeader
+from join.protocol.headers import FRESH, Header, Headers, Member, Roster, Scope, SentHeader
 from join.protocol.messages import WORD, Messages
 from join.protocol.progress import LateUse, LoopProgress
 from join.scaling import Scaling
@@ -427,15 +427,14 @@ class Channel:
 
     def _shadow_all(self) -> Outcome:
         headers = self.headers
-        fresh, throws = True, self.roster.throws
+        fresh = True
         while True:
-            fields = [FRESH] if fresh else []
-            header = headers.send_and_read([*fields, STOPPING] if throws else fields)
+            header = headers.send_and_read([FRESH] if fresh else [])
             if header.active == 0:
                 headers.last.is_applied = True
                 even = header.fresh == self.collective.world_size
                 return Outcome(even=even, last=fresh, shadowed=not even, source=headers.leader)
-            if throws:
+            if self.roster.throws:
                 self.guard.raise_early_termination(exhausted=True)
             fresh = False
             self._shadow(header)
@@ -560,7 +559,7 @@ class Lockstep(ABC):
             raise JoinError(ONE_AT_A_TIME)
         channel.prepare(event="a loop over join.iterate began")
         header = channel.headers.send_and_read([], active=True)
-        if header.stopping:
+        if channel.roster.throws and header.active < collective.world_size:
             self._guard.raise_early_termination(exhausted=False)
         if header.announcements:
             channel.headers.confirm()

@@ -4,18 +4,17 @@ A header is a few counters in one whole number, which is summed over all ranks. 
 1 to every counter, and the sums are all that a rank needs to know of the others. The number of counters depends on the
 bursts in the list, not on the number of ranks::
 
-    ELSEWHERE, LEADER, ACTIVE, STOPPING, FRESH,  then, for each burst,  announced, *flags
+    ELSEWHERE, LEADER, ACTIVE, FRESH,  then, for each burst,  announced, *flags
 
 - ``ELSEWHERE`` counts the ranks that are not at a header (``join.protocol.messages``); nothing else holds then.
 - ``ACTIVE`` counts the ranks that announce.
 - ``LEADER`` is 1 while the leader is among these ranks.
-- ``STOPPING`` counts the exhausted ranks under ``throw_on_early_termination``.
 - ``FRESH`` counts the ranks that send their first header after the end of their data.
 - ``announced`` of a burst counts the ranks that announce the burst. Any number except 0 and ``ACTIVE`` means that the
   ranks have diverged.
 
 A counter has as many bits as the world size, so a sum never overflows; ``LEADER`` has one, as one rank adds to it. The
-header of a DDP module takes 63 bits at most up to 31 ranks. The size matters because the cost of a small all-reduce on
+header of a DDP module takes 63 bits at most up to 63 ranks. The size matters because the cost of a small all-reduce on
 gloo grows with the number of elements.
 
 To *apply* a header is to act on one that was sent earlier. If it reports that ranks diverged, the rank raises. If the
@@ -59,8 +58,8 @@ from join.failure.guard import Closed, Guard
 from join.joinable import Burst, Joinable, JoinHook, NothingListed
 from join.protocol.messages import Message, Messages
 
-ELSEWHERE, LEADER, ACTIVE, STOPPING, FRESH = range(5)
-_FIXED = 5
+ELSEWHERE, LEADER, ACTIVE, FRESH = range(4)
+_FIXED = 4
 _LONGEST_PERIOD = 64  # bursts
 _NO_BURST = NothingListed(None)  # in place of a joinable that announces only because it is the first
 
@@ -76,7 +75,6 @@ class Header:
         elsewhere: The number of ranks that were not at a header. If there are any, the other attributes are invalid.
         active: The number of ranks that announced.
         leader_alive: Whether the leader announced.
-        stopping: Whether an exhausted rank ends the block on all ranks.
         fresh: The number of ranks whose data ended after their last header.
         announcements: The number of ranks that announced each burst, by index; without bursts that none announced.
         diverged: Whether active ranks announced different bursts.
@@ -86,8 +84,8 @@ class Header:
     def __init__(self, total: int, code: HeaderCode) -> None:
         counts = [total >> place & code.largest_count for place in code.places]
         counts[LEADER] &= 1
-        self.elsewhere, leaders, self.active, stopping, self.fresh = counts[:_FIXED]
-        self.leader_alive, self.stopping = leaders > 0, stopping > 0
+        self.elsewhere, leaders, self.active, self.fresh = counts[:_FIXED]
+        self.leader_alive = leaders > 0
         self.announcements: dict[int, int] = {}
         self.counts: list[Sequence[int]] = []
         for index, (begin, end) in enumerate(pairwise((*code.offsets, len(counts)))):
@@ -506,7 +504,7 @@ class Headers:
         if member is not None and self.is_foreseen(self.roster.index[id(member.joinable)], self.last):
             return
         header = self.read()
-        if header.stopping:
+        if self.roster.throws and header.active < self._world_size:
             self._guard.raise_early_termination(exhausted=False)
         if header.diverged:
             self.raise_diverged(self.last)

@@ -394,7 +394,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "        if header.stopping:\n",
+        "        if self.roster.throws and header.active < self._world_size:\n",
         "        if False:\n",
         "tests/join/test_context.py::test_throw_on_early_termination",
     ),
@@ -1130,8 +1130,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "        if header.stopping:\n            self._guard.raise_early_termination(exhausted=False)\n",
-        "",
+        "channel.roster.throws and header.active < collective.world_size",
+        "False",
         "tests/worlds/test_small_worlds.py::test_programs_end_as_before",
     ),
     Mutant(

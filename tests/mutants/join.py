@@ -589,8 +589,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/context.py",
-        "factor_in_loop(step, engine * self._divisor)",
-        "factor_in_loop(step, engine)",
+        "factor_in_loop(step, divided_over * self._divisor)",
+        "factor_in_loop(step, divided_over)",
         "tests/join/loop/test_steps.py::test_the_share_of_a_batch_in_its_window",
     ),
     Mutant(
@@ -1081,9 +1081,9 @@ MUTANTS = [
         "tests/join/failure/test_peers.py::test_the_best_cause_is_told",
     ),
     Mutant(
-        "join/options.py",
-        "if isinstance(number, bool) or not isinstance(number, int):",
-        "if not isinstance(number, int):",
+        "join/arguments.py",
+        "if isinstance(number, bool) or not isinstance(number, Integral if is_whole else Real):",
+        "if not isinstance(number, Integral if is_whole else Real):",
         "tests/join/loop/test_loop.py::test_bad_arguments",
     ),
     Mutant(

@@ -91,6 +91,10 @@ class Phase(Enum):
     """It has left the body of the block without an exception, and shadows the bursts of other ranks."""
 
 
+IN_LOOP = Phase.READING, Phase.RUNNING, Phase.LEFT
+"""The phases between the begin of a loop on this rank and its end, or the failure of its block."""
+
+
 @dataclass(eq=False)
 class Place:
     """Position of this rank in a block. ``Channel.place`` is the place in the innermost block.
@@ -107,11 +111,6 @@ class Place:
     phase: Phase = Phase.PLAIN
     step: Step = PLAIN
     loop: Lockstep | None = None
-
-    @property
-    def is_in_loop(self) -> bool:
-        """Whether a loop has begun on this rank, and neither ended nor failed."""
-        return self.phase in (Phase.READING, Phase.RUNNING, Phase.LEFT)
 
     @property
     def step_of_body(self) -> Step:
@@ -206,7 +205,7 @@ class Channel:
     def close(self, scope: Scope) -> None:
         """Remove the members of a block that is left."""
         place, scopes = self._places.pop(scope, self.place), tuple(self._places)
-        if scopes and place.is_in_loop:  # which is a loop of a block around this one
+        if scopes and place.phase in IN_LOOP:  # which is a loop of a block around this one
             self._places[scopes[-1]] = place
         self.place = self._places[scopes[-1]] if scopes else Place()
         if self.place.phase is Phase.DRAINING:  # of the block that is left, if this one had the same place

@@ -128,8 +128,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "            if rounds.begun == rounds.steps:\n                if step.number:\n                    if not",
-        "            if False:\n                if step.number:\n                    if not",
+        '            if self._has_step(f"left join.iterate in step {step.number}"):',
+        "            if True:",
         "tests/join/loop/test_loop.py::test_the_last_step_may_be_left_by_a_break",
     ),
     Mutant(
@@ -243,7 +243,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "        elif place.loop is not self or not place.is_in_loop:",
+        "        elif place.loop is not self or place.phase not in IN_LOOP:",
         "        elif place.loop is not self:",
         "tests/join/loop/test_state.py::test_an_iterator_that_is_kept_yields_nothing_after_its_block",
     ),

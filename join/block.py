@@ -51,7 +51,7 @@ from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
 from join.errors import JoinError, PeerError, add_note
-from join.failure.guard import FORK, Peers
+from join.failure.guard import ENTERS, FORK, Peers
 from join.joinable import Burst, Joinable, JoinConfig
 from join.loop import Loop
 from join.protocol.channel import Channel, Outcome
@@ -262,7 +262,7 @@ class OpenBlock:
                 scopes = (*channel.roster.scopes, self.scope) if collective.world_size > 1 else ()
                 listed = [member.joinable for scope in scopes for member in scope.members]
                 values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self.scope.members]
-                message = channel.messages.start("entered Join", [*entered_with, f"joinables {VERSION}"], values)
+                message = channel.messages.start(ENTERS, [*entered_with, f"joinables {VERSION}"], values)
                 channel.open(self.scope)
                 if self._digest in agreed and len(channel.roster.scopes) == 1:
                     channel.headers.before_next = message

@@ -207,6 +207,8 @@ class Closed(NamedTuple):
 
 
 FORK = Closed("this process is a fork of the rank")
+ENTERS = "entered Join"
+"""Activity of a rank that enters a block, from the setup of the lines on."""
 
 
 class Guard:
@@ -237,8 +239,6 @@ class Guard:
         """Seconds after which a rank that has not arrived is an error; ``None`` for no limit."""
         self.doing = ""
         """Current activity of this rank, while it waits for a message that is not a header."""
-        self.is_connecting = False
-        """Whether the ranks are connecting, so that a rank which does not answer is gone."""
         self._collective, self.progress, self._look_for_skipped = collective, progress, look_for_skipped
         self._arrived_at, self._busy_for = time.monotonic(), 0.0
 
@@ -296,10 +296,10 @@ class Guard:
             self.raise_closed()  # the message is for the parent process
         try:
             if not work.is_completed():
-                self.doing = doing
+                before, self.doing = self.doing, doing
                 with profiled("wait"):
                     self._wait_and_look(work, patient)
-                self.doing = ""
+                self.doing = before
             result = (then or work.wait)()
             # After so long, the other ranks may have raised an error about this rank.
             if self.timeout is not None and self._busy_for >= self.timeout / 2:
@@ -317,8 +317,7 @@ class Guard:
 
     def wait_patiently(self, work: Work) -> None:
         """Wait for an operation that may take longer than ``timeout``, such as a copy of all state."""
-        doing = "entered Join" if self.is_connecting else "takes part in a message to all ranks"
-        self.wait(work, self.doing or doing, patient=True)
+        self.wait(work, self.doing or "takes part in a message to all ranks", patient=True)
 
     def _wait_and_look(self, work: Work, patient: bool) -> None:
         """Wait until ``work`` is done or has failed."""
@@ -339,7 +338,7 @@ class Guard:
             elif self.timeout is not None:
                 if silent := self.peers.silent(self.peers.ask(), limit):
                     raise self.timeout_error(silent)
-            elif self.is_connecting:
+            elif self.doing == ENTERS:  # a rank that does not answer is gone
                 self.peers.look_for_silent(self.peers.ask())
 
     def look_around(self, seconds: float) -> None:

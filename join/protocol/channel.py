@@ -60,7 +60,7 @@ from join.collectives.board import Progress
 from join.collectives.line import SUMS
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
-from join.failure.guard import Guard
+from join.failure.guard import ENTERS, Guard
 from join.joinable import Joinable
 from join.protocol.headers import FRESH, Header, Headers, Member, Roster, Scope, SentHeader
 from join.protocol.messages import WORD, Messages
@@ -195,12 +195,12 @@ class Channel:
 
     def agree(self) -> None:
         """Take the lines that carry messages, which the first call for a group sets up on all ranks."""
-        self.guard.is_connecting = True
+        self.guard.doing = ENTERS
         self.messages.line = self.collective.line()
         self.sums = self.collective.line(SUMS)
         """Line for sums between the collectives of a burst: one of these, if the ranks have no line beside them."""
         self.guard.peers.use(self.collective.board())
-        self.guard.is_connecting = False
+        self.guard.doing = ""
 
     def close(self, scope: Scope) -> None:
         """Remove the members of a block that is left."""

@@ -51,7 +51,7 @@ from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
 from join.errors import JoinError, PeerError, add_note
-from join.failure.guard import ENTERS, FORK, Peers
+from join.failure.guard import ENTERS, FORK, Guard
 from join.joinable import Burst, Joinable, JoinConfig
 from join.loop import Loop
 from join.protocol.channel import Channel, Outcome
@@ -104,14 +104,14 @@ def _report_open_blocks() -> None:
         cause = None if error is None else guard.explain(error)
         try:
             if cause is None:
-                guard.peers.look_again()
+                guard.look_again()
         except JoinError as failure:
             cause = failure
         if cause is not None:
             sys.excepthook(type(cause), cause, None)
         else:
             never_left = JoinError("Its process ended inside a Join block. Call join.close() before that. [J582]")
-            guard.peers.post(error or never_left)
+            guard.post(error or never_left)
 
 
 def report_failed_entry(collective: Collective, error: BaseException) -> None:
@@ -120,9 +120,9 @@ def report_failed_entry(collective: Collective, error: BaseException) -> None:
     Nothing is sent inside another block on the group, because that block sends the error when it is left.
     """
     if collective.world_size > 1 and id(collective) not in channels:
-        peers = Peers(collective, Progress)
-        peers.post(error)
-        peers.watch.end()
+        guard = Guard(collective, Progress)
+        guard.post(error)
+        guard.watch.end()
 
 
 def _would_block(outer: Collective, inner: Collective) -> bool:
@@ -258,7 +258,7 @@ class OpenBlock:
             with profiled("enter"):
                 channel.begin_to_open(self.scope.timeout)
                 if not agreed and collective.world_size > 1:
-                    channel.guard.peers.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
+                    channel.guard.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
                 scopes = (*channel.roster.scopes, self.scope) if collective.world_size > 1 else ()
                 listed = [member.joinable for scope in scopes for member in scope.members]
                 values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self.scope.members]
@@ -338,9 +338,9 @@ class OpenBlock:
 
     def tell(self, error: BaseException) -> None:
         """Send ``error`` to the other ranks, unless all ranks raise it, or they were sent another error."""
-        peers = self.channel.guard.peers
-        if not (isinstance(error, JoinError) or peers.watch.block.own is not None):
-            peers.post(error)
+        guard = self.channel.guard
+        if not (isinstance(error, JoinError) or guard.watch.block.own is not None):
+            guard.post(error)
 
     def _fail(self, error: BaseException) -> None:
         """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one."""

@@ -199,7 +199,7 @@ class Channel:
         self.messages.line = self.collective.line()
         self.sums = self.collective.line(SUMS)
         """Line for sums between the collectives of a burst: one of these, if the ranks have no line beside them."""
-        self.guard.peers.use(self.collective.board())
+        self.guard.use(self.collective.board())
         self.guard.doing = ""
 
     def close(self, scope: Scope) -> None:
@@ -228,7 +228,7 @@ class Channel:
         """Raise an error if this rank, which waits, has skipped a burst that other ranks run in a loop."""
         place = self.place
         if place.loop is not None and place.step.in_loop:
-            place.loop.progress.look_for_skipped(self.guard.peers.ask())
+            place.loop.progress.look_for_skipped(self.guard.ask())
 
     def progress(self) -> Progress:
         """Return the progress of this rank, for other ranks that wait for it; called in another thread."""
@@ -655,14 +655,14 @@ class Lockstep(ABC):
             self._guard.close_and_raise(error)  # the other ranks know the error, or this rank has posted it
 
     def _wait_until_all_have_left(self) -> None:
-        peers, timeout = self._guard.peers, self._guard.timeout
+        guard, timeout = self._guard, self._guard.timeout
         others, pause, started = dict[int, Progress](), 0.0, time.monotonic()
         while not self.progress.all_have_left_here(others):
             time.sleep(pause)
             pause = min(2 * pause + 1e-3, TIMEOUTS.look)
-            others = peers.ask()
+            others = guard.ask()
             self.progress.look_for_skipped(others)
-            peers.look()
-            peers.look_for_silent(others)
+            guard.look()
+            guard.look_for_silent(others)
             if timeout is not None and time.monotonic() - started > timeout:
-                raise self._guard.timeout_error()
+                raise guard.timeout_error()

@@ -26,14 +26,14 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "                guard.peers.look_again()",
+        "                guard.look_again()",
         "                pass",
         "tests/join/test_open.py::test_a_process_that_ends_with_its_block_open[exits]",
     ),
     Mutant(
         "join/block.py",
-        "guard.peers.post(error or never_left)",
-        "guard.peers.post(never_left)",
+        "guard.post(error or never_left)",
+        "guard.post(never_left)",
         "tests/join/test_open.py::test_a_process_that_ends_with_its_block_open[raises]",
     ),
     Mutant(
@@ -327,13 +327,13 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            peers.look()\n",
+        "            guard.look()\n",
         "",
         "tests/join/loop/test_loop.py::test_leaving_together_and_late",
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            peers.look_for_silent(others)\n",
+        "            guard.look_for_silent(others)\n",
         "",
         "tests/join/failure/test_stopped.py::test_a_stopped_rank_is_named",
     ),
@@ -558,7 +558,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "            peers.post(error)\n\n    def _fail",
+        "            guard.post(error)\n\n    def _fail",
         "            pass\n\n    def _fail",
         "tests/join/failure/test_training.py::test_a_rank_that_fails_amid_entering",
     ),
@@ -750,7 +750,7 @@ MUTANTS = [
     # -- failures ------------------------------------------------------------------------------------------------------
     Mutant(
         "join/failure/guard.py",
-        ">= self.timeout / 2:\n                self.peers.look_again()\n",
+        ">= self.timeout / 2:\n                self.look_again()\n",
         ">= self.timeout / 2:\n                pass\n",
         "tests/join/test_context.py::test_a_late_rank_learns_that_it_was_given_up",
     ),
@@ -792,8 +792,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/guard.py",
-        "            self.peers.look()\n            self._look_for_skipped()\n",
-        "            self.peers.look()\n",
+        "            self.look()\n            self._look_for_skipped()\n",
+        "            self.look()\n",
         "tests/join/loop/test_loop.py::test_a_rank_that_leaves_something_out_and_goes_on",
     ),
     Mutant(

@@ -101,8 +101,6 @@ def refused(rank: int) -> list[str]:
     told: list[str] = []
     with launched(), tempfile.TemporaryDirectory() as folder:
         for more in (
-            {"average_tokens_across_devices": False},
-            {"auto_find_batch_size": True},
             {"model": DistributedDataParallel(llama())},
             *([{"include_num_input_tokens_seen": "all"}] if COUNTS_TOKENS_IN_ITS_LOOP else []),
         ):
@@ -115,8 +113,6 @@ def refused(rank: int) -> list[str]:
 
 def test_what_is_refused(pool: Pool) -> None:
     starts = [
-        "average_tokens_across_devices=False counts the means of all ranks equally",
-        "auto_find_batch_size=True restarts the training",
         "The module is wrapped in DistributedDataParallel twice",
         *(["include_num_input_tokens_seen would count"] if COUNTS_TOKENS_IN_ITS_LOOP else []),
     ]

@@ -54,6 +54,7 @@ def refuse_options(refused: Mapping[str, str], options: Mapping[str, Any], place
     for option, effect in refused.items():
         name, _, value = option.partition("=")
         if str(options.get(name)) == value:
+            #: The page of each framework lists the options that cannot hold if ranks have different numbers of batches.
             raise ValueError(f"With {option}, {effect}. Remove it from {place}. [J121]")
 
 

@@ -90,6 +90,7 @@ REFUSED = {
     "average_tokens_across_devices=False": "the mean of a rank without tokens counts like that of any other",
     "auto_find_batch_size=True": "the training starts again only on the rank that is out of memory",
     "enable_jit_checkpoint=True": "each rank saves and stops by a clock of its own",
+    "use_legacy_prediction_loop=True": "ranks evaluate different numbers of batches",
     "dispatch_batches=True": "rank 0 reads for all ranks",
     "split_batches=True": "ranks share the batches of one stream",
 }
@@ -358,9 +359,7 @@ class JoinTrainerMixin(_Base):
         """Run the Trainer's own loop over this rank's batches, followed by as many dummies as needed."""
         group = None  # the default group, unless the block of an epoch is open on it
         if self._windows is not None:
-            if self._evaluation_group is None:
-                self._evaluation_group = cast("dist.ProcessGroup", dist.new_group())
-            group = self._evaluation_group
+            group = self._evaluation_group = self._evaluation_group or cast("dist.ProcessGroup", dist.new_group())
         samples = torch.tensor(0, device="cpu")
         # A Trainer joins the rows of steps only if they are tensors; a list of objects would lose some.
         objects = self.args.eval_use_gather_object and not self.args.eval_do_concat_batches

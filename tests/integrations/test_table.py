@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from join.errors import advise
 from tests.integrations.table import COLUMNS, FOLDERS, ROWS
 
 HERE = Path(__file__).parent
+CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 CELLS = {f"{row.title}, {column}": (column, getattr(row, column)) for row in ROWS for column in COLUMNS}
 CODES = {code: text for text in texts() for code in text.codes}
 
@@ -35,6 +39,41 @@ def test_a_cell_is_shown(name: str) -> None:
 
 def test_the_page_has_the_table() -> None:
     assert PAGE.read_text() == page(), "run python -m docs.patterns"
+
+
+def options_of(framework: str) -> set[str]:
+    """The names of all options of a framework's classes that its page goes through."""
+    if framework == "lightning":
+        library = import_module("lightning.pytorch")
+        parameters = [signature(each).parameters for each in (library.Trainer, library.strategies.DDPStrategy)]
+        return set().union(*parameters) - {"kwargs"}
+    if framework == "transformers":
+        classes = [import_module(framework).TrainingArguments]
+    else:
+        names = "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradientAccumulationPlugin"
+        classes = [getattr(import_module("accelerate.utils"), name) for name in names]
+    return {field.name for each in classes for field in fields(each) if field.init and not field.name.startswith("_")}
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])
+def test_each_option_of_a_framework_is_on_its_page(framework: str) -> None:
+    library = pytest.importorskip(framework, reason=f"needs the extra {framework}: make test-frameworks")
+    newest = re.search(rf"^{framework}==([\d.]+)", CONSTRAINTS.read_text(), re.MULTILINE)
+    if newest is None or library.__version__ != newest[1]:
+        pytest.skip(f"the page goes through the options of the version in {CONSTRAINTS.name}")
+    lines = (PAGE.parent / "frameworks" / f"{framework}.md").read_text().splitlines()
+    listed = set(re.findall(r"`(\w+)(?:=[^`]*)?`", "".join(line for line in lines if line.startswith("|"))))
+    assert options_of(framework) - listed == set()
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "transformers"])
+def test_each_option_that_is_refused_is_on_its_page(framework: str) -> None:
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
+    pytest.importorskip(framework, reason=f"needs the extra {framework}: make test-frameworks")
+    refused: dict[str, str] = import_module(f"joinables.integrations.{framework}").REFUSED
+    text = (PAGE.parent / "frameworks" / f"{framework}.md").read_text()
+    for option, effect in refused.items():
+        assert f"`With {option}, {effect}. Remove it from " in text
 
 
 def by_code(advice: dict[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Options of ``TrainingArguments``: those that cannot hold are refused by name, and only on several ranks."""
+"""Options of ``TrainingArguments``: they are exact, or cannot hold and are refused by name, on several ranks only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 
 from tests.harness import Pool
 from tests.integrations.ranks import launched
-from tests.integrations.transformers.lm import RANKS, collated, points
-from tests.integrations.transformers.training import trainer_of
+from tests.integrations.transformers.lm import RANKS, alone, collated, llama, points, sentences
+from tests.integrations.transformers.training import STEPS, logged, parameters, trainer_of
+from tests.integrations.transformers.versions import PRECISION
+from tests.training import assert_same
 
 pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[transformers]")
@@ -19,6 +21,8 @@ pytest.importorskip("accelerate", reason="Accelerate is not installed: pip insta
 import transformers
 
 from joinables.integrations.transformers import REFUSED
+
+UNDERFLOW = "underflow_overflow"
 
 
 def chosen(option: str) -> dict[str, Any]:
@@ -48,6 +52,30 @@ def test_an_option_that_cannot_hold(pool: Pool, option: str) -> None:
     expected = f"With {option}, {REFUSED[option]}. Remove it from {place}. [J121]"
     assert pool.run(train, options, ranks=RANKS, timeout=60) == [expected] * RANKS
     assert pool.run(train, options, ranks=1, timeout=60) == [""]
+
+
+def train_with(rank: int, options: dict[str, Any]) -> tuple[Any, ...]:
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(rank, "tokens", folder, max_steps=STEPS[2], gradient_accumulation_steps=2, **options)
+        trainer.train()
+        return parameters(trainer), logged(trainer, "loss")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ddp_static_graph": True, "ddp_bucket_cap_mb": 1},
+        {"ddp_find_unused_parameters": True, "ddp_broadcast_buffers": False},
+        {"gradient_checkpointing": True, "dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+        {"dataloader_drop_last": True, "full_determinism": True, "skip_memory_metrics": False, "debug": UNDERFLOW},
+    ],
+    ids="+".join,
+)
+def test_options_that_hold(pool: Pool, options: dict[str, Any]) -> None:
+    expected, losses, _ = alone(llama(), sentences, 2, STEPS[2])
+    for state, told in pool.run(train_with, options, ranks=RANKS, timeout=60):
+        assert_same(state, expected, 1e-5)
+        assert told == pytest.approx(losses, abs=PRECISION)
 
 
 def read(rank: int) -> list[float]:

@@ -25,7 +25,7 @@ from tests.integrations.transformers.lm import (
     sentences,
 )
 from tests.integrations.transformers.training import STEPS, TO_EVALUATE, logged, number_of_rows, parameters, trainer_of
-from tests.integrations.transformers.versions import PRECISION
+from tests.integrations.transformers.versions import ITS_LOOP_IS_ONE_METHOD, PRECISION
 from tests.training import assert_same
 
 pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
@@ -150,7 +150,14 @@ def test_a_training_that_stops_in_the_middle_of_a_window(pool: Pool) -> None:
 def resume(rank: int, folder: str, at: int) -> tuple[Any, ...]:
     with launched():
         trainer = trainer_of(rank, "tokens", folder, gradient_accumulation_steps=2, max_steps=6)
-        trainer.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{at}"))
+        checkpoint = str(Path(folder) / f"checkpoint-{at}")
+        if ITS_LOOP_IS_ONE_METHOD:
+            with pytest.raises(
+                ValueError, match=r"not find the epoch of a stream.* transformers 5\.3 or newer\. \[J763\]"
+            ):
+                trainer.train(resume_from_checkpoint=checkpoint)
+            return ()
+        trainer.train(resume_from_checkpoint=checkpoint)
         return parameters(trainer), logged(trainer, "loss")
 
 
@@ -158,9 +165,10 @@ def resume(rank: int, folder: str, at: int) -> tuple[Any, ...]:
 def test_resuming_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, at: int) -> None:
     expected, losses, _ = alone(llama(), sentences, 2, 6)
     pool.run(train_and_stop, str(tmp_path), at, ranks=RANKS, timeout=40)
-    for state, told in pool.run(resume, str(tmp_path), at, ranks=RANKS, timeout=40):
-        assert_same(state, expected, 1e-5)
-        assert told == pytest.approx(losses, abs=PRECISION)
+    for found in pool.run(resume, str(tmp_path), at, ranks=RANKS, timeout=40):
+        if found:
+            assert_same(found[0], expected, 1e-5)
+            assert found[1] == pytest.approx(losses, abs=PRECISION)
 
 
 def failing(rank: int) -> str:

@@ -304,9 +304,7 @@ def in_transformers(rank: int) -> list[Trained]:
             how |= {"per_device_train_batch_size": SIZE, "num_train_epochs": 1, "logging_steps": 1}
             how |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
             how |= {"dataloader_pin_memory": False, "optim": "adamw_torch"}
-            if data.kind == "map":
-                how["train_sampling_strategy"] = "sequential"
-            else:
+            if data.kind == "stream":
                 how["max_steps"] = -(-max(len(data.share(each)) for each in range(RANKS)) // SIZE)
             model, named = Model(), Named(data.loader(rank).dataset)
             names: dict[str, Any] = {"arguments": TrainingArguments(folder, **how), "model": model}

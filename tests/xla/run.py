@@ -1,8 +1,9 @@
 """Tests on the ranks of PyTorch/XLA, on the CPU: ``python -m tests.xla.run 1``, or ``2`` for two ranks.
 
 ``torch_xla.launch`` runs several ranks of the CPU as threads of a process, each with a device and with programs of its
-own. On a CPU, an operation meets only operations of the same program, unless it names a channel. So with several ranks,
-all operations here are gathers that name a channel. XLA ends the process 10 s after an operation that does not meet.
+own. Processes that are started otherwise are one rank each (pytorch/xla issues 9089 and 9496). On a CPU, an operation
+meets only operations of the same program, unless it names a channel. So with several ranks, all operations here are
+gathers that name a channel. XLA ends the process 10 s after an operation that does not meet.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ import torch_xla.runtime  # pyright: ignore[reportMissingImports]
 
 from join.collectives import Collective
 from join.collectives.xla import XLACollective
-from tests.conformance.collective_suite import CHECKS_OVER_LIBRARY, check_over_library, refuses_ddp, samples
+from tests.conformance.collective_suite import (
+    CHECKS_OVER_LIBRARY,
+    check_over_library,
+    fails,
+    refuses_ddp,
+    samples,
+    times_out,
+)
 from tests.examples import examples_of
 
 HANGS_AFTER_SECONDS = 600
@@ -80,22 +88,29 @@ def the_page(collective: Collective) -> None:
     torch.testing.assert_close([parameter.cpu() for parameter in model.parameters()], list(alone.parameters()))
 
 
-def run(index: int) -> None:
-    """Run the checks on a rank."""
+ENDS = {check.__name__: check for check in (fails, times_out)}
+"""Each needs a process of its own, in which an operation of the rank that waited stays behind."""
+
+
+def run(index: int, end: str) -> None:
+    """Run checks on a rank."""
     faulthandler.dump_traceback_later(HANGS_AFTER_SECONDS, exit=True)
     torch.set_num_threads(1)
-    rank, size = torch_xla.runtime.global_ordinal(), torch_xla.runtime.world_size()
+    place = XLACollective(), torch_xla.runtime.global_ordinal(), torch_xla.runtime.world_size()
     checks = [*CHECKS_OVER_LIBRARY, on_device, the_page]
-    if size > 1:
+    if place[-1] > 1:
         xm.all_gather, xm.all_reduce = gather_by_channel, reduce_by_channel
         checks.remove(refuses_ddp)  # the ranks are threads of a process, which has one process group
-    check_over_library(XLACollective(), rank, size, *checks, times=2)
+    if end:
+        check_over_library(*place, ENDS[end])
+    else:
+        check_over_library(*place, *checks, times=2)
 
 
-def main(ranks: int) -> None:
-    os.environ["CPU_NUM_DEVICES"] = str(ranks)
-    torch_xla.launch(run)
+def main(ranks: str, end: str = "") -> None:
+    os.environ["CPU_NUM_DEVICES"] = ranks
+    torch_xla.launch(run, args=(end,))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*sys.argv[1:])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import at_night
+from tests.harness import ALL, at_night
 from tests.worlds.programs import LETTERS
 from tests.worlds.reached import Reached
 from tests.worlds.scheduler import THREADING as threads
@@ -17,7 +17,8 @@ from tests.worlds.scheduler import TIME, Scheduler
 from tests.worlds.transports import TRANSPORTS
 from tests.worlds.verdicts import RIGHT, SIZES, judge, kept, ready, sample
 
-SAMPLED = 200
+SAMPLED = 500 if ALL else 50
+"""Programs over each transport, beside one for each verdict; ``python -m tests.worlds`` runs all."""
 LONGER = ("b1,b1", "!i,!", "iii,iii", "2,1")
 """Programs of more than one letter that reach more than pairs of letters do."""
 UNREACHED = {
@@ -47,7 +48,7 @@ def test_programs_end_as_before(over: str) -> None:
 def test_who_runs_next_makes_no_difference() -> None:
     before = {key: verdict for key, verdict in kept().items() if verdict.kind in RIGHT}
     with ready():
-        for over, program in sample(before, 100, seed=1)[-100:]:
+        for over, program in sample(before, SAMPLED, seed=1)[-SAMPLED:]:
             for seed in (1, 2, 3):
                 _, now = judge(over, program, SIZES[program.count(",") + 1], seed)
                 assert now.essence == before[over, program].essence, f"{program} over {over}, seed {seed}: {now}"

@@ -234,7 +234,7 @@ def run_loop_in_one_process(loop: str) -> dict[str, torch.Tensor]:
     return flat_state(model.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", [pytest.param(loop, marks=[in_test_all] * (LOOPS[loop] == (2, 1))) for loop in LOOPS])
 def test_loops(pool: Pool, loop: str) -> None:
     states = pool.run(run_loop, loop)
     for state in states:

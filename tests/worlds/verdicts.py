@@ -15,6 +15,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -173,6 +174,7 @@ def keep(verdicts: Verdicts) -> None:
     FILE.write_bytes(lzma.compress(text.encode(), preset=9))
 
 
+@cache
 def kept() -> Verdicts:
     """Return the verdicts that :func:`keep` wrote."""
     found: Verdicts = {}

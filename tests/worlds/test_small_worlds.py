@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from tests.harness import ALL, at_night
-from tests.worlds.programs import LETTERS
+from tests.harness import ALL, NIGHT, at_night
+from tests.worlds.programs import BESIDE, ENDS, LETTERS
 from tests.worlds.reached import Reached
 from tests.worlds.scheduler import THREADING as threads
 from tests.worlds.scheduler import TIME, Scheduler
@@ -43,6 +44,18 @@ def test_programs_end_as_before(over: str) -> None:
         for _, program in sample(before, SAMPLED, seed=0):
             _, now = judge(over, program, SIZES[program.count(",") + 1])
             assert now.essence == before[over, program].essence, f"{program}, now {now}: see python -m tests.worlds"
+
+
+def test_programs_with_letters_beside_the_kept_ones_end_right() -> None:
+    """All words of up to two letters on two ranks; those with the same word on both, which end well, in each run."""
+    words = ["", *LETTERS, *map("".join, itertools.product(LETTERS, repeat=2))]
+    pairs = [pair for pair in itertools.combinations_with_replacement(words, 2) if {*BESIDE} & {*"".join(pair)}]
+    alike = [(one, other) for one, other in pairs if one == other and not {*ENDS, "f"} & {*one}]
+    with ready():
+        for over in TRANSPORTS:
+            for pair in [*alike, *(pairs if NIGHT else random.Random(0).sample(pairs, SAMPLED))]:
+                _, now = judge(over, ",".join(pair), 2)
+                assert now.kind in (("ok",) if pair in alike else RIGHT), f"{pair} over {over}: {now}"
 
 
 def test_who_runs_next_makes_no_difference() -> None:

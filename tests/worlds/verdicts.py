@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from tests.shorter import using
-from tests.worlds.programs import ENDS, LETTERS, run
+from tests.worlds.programs import BESIDE, ENDS, LETTERS, run
 from tests.worlds.scheduler import in_place
 from tests.worlds.transports import TRANSPORTS
 
@@ -121,7 +121,7 @@ class Part(NamedTuple):
 
     def split(self, rank: int) -> Iterator[Part]:
         """Yield the parts in which the word of a rank ends here, or has another letter."""
-        for letter in ("", *sorted(LETTERS)):
+        for letter in ("", *sorted(LETTERS.keys() - BESIDE)):
             word = self.words[rank] + letter
             words, is_open = [*self.words], [*self.is_open]
             words[rank], is_open[rank] = word, letter not in ("", *ENDS) and len(word) < self.longest

@@ -220,7 +220,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "gradient * self.factor if self.factor else torch.zeros_like(gradient)",
+        "gradient * self.factor if self.factor else None",
         "gradient * self.factor",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number",
     ),
@@ -709,8 +709,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "            self._forwards.factor *= factor\n",
-        "            self._forwards.factor = factor\n",
+        "            self._forwards.arrivals.factor *= factor\n",
+        "            self._forwards.arrivals.factor = factor\n",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number[True]",
     ),
     Mutant(
@@ -799,7 +799,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "                self.factor, is_entered = 1.0, backward is self.entered",
+        "                arrivals.factor, is_entered = 1.0, backward is self.entered",
         "                is_entered = backward is self.entered",
         "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[outputs: empty: after]",
     ),

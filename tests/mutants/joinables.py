@@ -809,4 +809,16 @@ MUTANTS = [
         "                    self.backward = backward",
         "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[outputs: empty: after]",
     ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "        self.begin, self.factor = None, 1.0",
+        "        self.begin = None",
+        "tests/joinables/ddp/test_hooks_on_parameters.py::test_as_one_process[True-False]",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        "        others = [each for each in stepped if id(each) not in listed]",
+        "        others = list[torch.Tensor]()",
+        "tests/joinables/test_unlisted.py::test_a_second_module_of_a_loop[fully_shard]",
+    ),
 ]

@@ -48,7 +48,7 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._is_watching = False
+        self._is_watching = self._needs_zeros = False
         self.begin: Callable[[], None] | None = None
         """Called at the first gradient of a backward; ``None`` outside of blocks."""
         self.task = -1
@@ -57,9 +57,17 @@ class Arrivals:
         """The number that multiplies the gradients of the current backward. It is 0 on a dummy, and if a batch has the
         weight 0. For a comm hook, it turns each gradient into a part of the mean."""
 
-    def watch(self, parameters: Sequence[torch.nn.Parameter], begin: Callable[[], None]) -> None:
-        """Watch the parameters until the block is left; called before its first forward."""
-        self.begin, self.task = begin, -1
+    def watch(
+        self, parameters: Sequence[torch.nn.Parameter], begin: Callable[[], None], *, has_comm_hook: bool
+    ) -> None:
+        """Watch the parameters until the block is left; called before its first forward.
+
+        Args:
+            parameters: The parameters.
+            begin: Called at the first gradient of a backward.
+            has_comm_hook: Whether gradients pass through a comm hook, in which an optimizer may already step.
+        """
+        self.begin, self.task, self._needs_zeros = begin, -1, has_comm_hook
         if not self._is_watching:
             self._is_watching = True
             for node in accumulators(parameters):
@@ -75,8 +83,10 @@ class Arrivals:
             self.begin()
         if self.factor == 1.0 or (gradient := gradients[0]) is None:  # SyncBatchNorm passes None for an empty batch
             return None
-        # For None, the reducer adds 0, and autograd adds nothing to `grad`; even a gradient of NaN is gone.
-        return (gradient * self.factor if self.factor else None,)
+        if not self.factor:  # even a gradient of NaN is gone
+            # For None, which costs less, the reducer adds 0, and writes the result into `grad` at the end.
+            return (torch.zeros_like(gradient) if self._needs_zeros else None,)
+        return (gradient * self.factor,)
 
 
 _arrivals: WeakKeyDictionary[DistributedDataParallel, Arrivals] = WeakKeyDictionary()
@@ -184,7 +194,8 @@ class Forwards:
             self._buffers.notice_new_shapes()
         if torch.is_grad_enabled():
             if self.arrivals.begin is None:  # a rank without data needs no hooks
-                self.arrivals.watch(self._parameters, self._arrive_first)
+                has_comm_hook = reducer.has_comm_hook(self._ddp)
+                self.arrivals.watch(self._parameters, self._arrive_first, has_comm_hook=has_comm_hook)
             self._on_forward()
         if watches:
             self.inner.begin(arguments)

@@ -90,9 +90,8 @@ soak: .venv/.test-installed
 	TESTS=night $(BIN)/python -m pytest tests/join/failure/test_ends.py
 
 # The extras of the frameworks that tests/integrations runs in, and packages that need none.
-FRAMEWORKS := lightning accelerate transformers ray
+FRAMEWORKS := lightning,accelerate,transformers,ray
 OTHERS := trl sentence-transformers pytorch-ignite pytorch-lightning
-comma := ,
 test-frameworks: .venv-frameworks/.installed
 	TESTS=all .venv-frameworks/bin/python -m pytest -n $(JOBS) $(INTEGRATIONS) tests/test_house.py
 
@@ -121,26 +120,21 @@ check: .venv/.dev-installed
 
 bench: .venv/.demo-installed
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/doors.py
 	$(BIN)/python benchmarks/tensors.py
-	$(BIN)/python benchmarks/trainer.py
 
 pictures: .venv/.demo-installed
-	$(BIN)/python -m docs.draw
 	$(BIN)/python -m docs.order
 	$(BIN)/python -m docs.timeline
 	$(BIN)/python -m docs.two_ranks
 	$(BIN)/python -m docs.choosing
-	$(BIN)/python -m docs.plots
 
 outputs: .venv/.test-installed
 	$(BIN)/python -m docs.outputs
 
 docs: .venv/.docs-installed
 	$(BIN)/python -m docs.errors
-	$(BIN)/python -m docs.engines
-	$(BIN)/python -m docs.patterns
+	$(BIN)/python -m docs.tables
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test-docs: .venv/.test-installed .venv/.docs-installed .venv-docs/.installed
@@ -153,18 +147,23 @@ clean:
 	rm -rf build dist demo-out docs-out .hypothesis .pytest_cache .ruff_cache
 	find . \( -path './.venv*' -o -path ./.git \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-.venv/.%-installed: setup.cfg constraints.txt | $(BIN)/pip
-	$(BIN)/python -m pip install -c constraints.txt -e '.[$*]'
+# Groups of packages need a pip that has --group.
+PIP := pip>=25.1
+.venv/.%-installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/pip
+	$(BIN)/python -m pip install -c constraints.txt '$(PIP)'
+	$(BIN)/python -m pip install -c constraints.txt -e . --group $*
 	@touch $@
 
-.venv-frameworks/.installed: setup.cfg constraints.txt Makefile
+.venv-frameworks/.installed: setup.cfg pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv-frameworks
-	.venv-frameworks/bin/python -m pip install -c constraints.txt -e '.[test$(foreach each,$(FRAMEWORKS),$(comma)$(each))]' $(OTHERS)
+	.venv-frameworks/bin/python -m pip install -c constraints.txt '$(PIP)'
+	.venv-frameworks/bin/python -m pip install -c constraints.txt -e '.[$(FRAMEWORKS)]' $(OTHERS) --group test
 	@touch $@
 
 .venv-engines/.installed: setup.cfg constraints.txt
 	$(PYTHON) -m venv .venv-engines
-	.venv-engines/bin/python -m pip install -c constraints.txt -e '.[test,deepspeed]'
+	.venv-engines/bin/python -m pip install -c constraints.txt '$(PIP)'
+	.venv-engines/bin/python -m pip install -c constraints.txt -e '.[deepspeed]' --group test
 	@touch $@
 
 .venv-horovod/.installed: tests/horovod/build.sh tests/horovod/cxx setup.cfg constraints.txt
@@ -187,7 +186,8 @@ clean:
 .venv-torch-%/.installed: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(@D)
 	sed 's/^torch==.*/torch==$*/' constraints.txt >$(@D)/constraints.txt
-	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e '.[test]'
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt '$(PIP)'
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e . --group test
 	@touch $@
 
 $(BIN)/pip:

@@ -33,9 +33,7 @@ print(nbformat.writes(notebook))
 """
 
 
-needs_jupyter = pytest.mark.skipif(
-    bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: pip install joinables[test]"
-)
+needs_jupyter = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: make test-scripts")
 
 
 def executed(notebook: Path, folder: Path) -> Any:

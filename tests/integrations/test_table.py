@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.errors import texts
-from docs.patterns import PAGE, page
+from docs.tables import PATTERNS, pages
 from join import JoinError, PeerError
 from join.errors import advise
 from tests.integrations.table import COLUMNS, FOLDERS, ROWS
@@ -24,7 +24,7 @@ def test_a_cell_is_shown(name: str) -> None:
     outcome, _, shown = cell.partition(" ")
     if outcome == "yours":
         file, _, section = shown.partition("#")
-        titles = re.findall(r"^##+ (.*)$", (PAGE.parent / "frameworks" / file).read_text(), re.MULTILINE)
+        titles = re.findall(r"^##+ (.*)$", (PATTERNS.parent / "frameworks" / file).read_text(), re.MULTILINE)
         assert section in {title.lower().replace(" ", "-") for title in titles}
         return
     assert outcome == "exact" or outcome in CODES
@@ -34,7 +34,7 @@ def test_a_cell_is_shown(name: str) -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    assert PAGE.read_text() == page(), "run python -m docs.patterns"
+    assert PATTERNS.read_text() == pages()[PATTERNS], "run python -m docs.tables"
 
 
 UNREACHABLE = {

@@ -63,8 +63,7 @@ def run(folder: Path, number: int, data: Data) -> None:
 
     names: dict[str, Any] = {"net": net, "optimizer": adam(net), "loader": Loader(data), "loss_fn": mse_loss}
     names |= {"TorchTrainer": trainer, "ScalingConfig": trains.ScalingConfig}
-    [example] = examples_of("frameworks/ray.md")
-    assert example.name == "Uneven data under Ray Train"
+    [example] = [each for each in examples_of("frameworks/other.md") if each.name == "Ray Train"]
     exec(example.code, names | {"DistributedDataParallel": DistributedDataParallel})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -65,3 +66,20 @@ def listed(entries: list[Any]) -> list[str]:
     """Return the pages of a navigation."""
     values = [value for entry in entries for value in entry.values()]
     return [page for value in values for page in (listed(value) if isinstance(value, list) else [value])]
+
+
+def test_the_architecture_names_each_file() -> None:
+    """Those of the protocol and of the adapters; the trainer, the integrations and private names are folders there."""
+    root = DOCS.parent
+    files = [*(root / "join").rglob("*.py"), *(root / "joinables").glob("*.py"), *(root / "joinables/ddp").glob("*.py")]
+    tree = re.findall(r"^    .*$", (DOCS / "architecture.md").read_text(), re.MULTILINE)
+    listed = set(re.findall(r"\b(\w+\.py)\b", "\n".join(tree)))
+    assert {path.name for path in files} - {"__init__.py"} == listed
+
+
+def test_the_pages_are_few_and_short() -> None:
+    """A reader who needs one subject reads one page, and half of the words that there once were."""
+    pages = {path.relative_to(DOCS): len(path.read_text().split()) for path in DOCS.rglob("*.md")}
+    del pages[Path("errors.md")]
+    assert len(pages) <= 24
+    assert sum(pages.values()) <= 30_000, pages

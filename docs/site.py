@@ -75,6 +75,7 @@ HEIRS = {
     "failures": "hang.html#when-a-rank-fails",
     "frameworks/ray": "frameworks/other.html#ray-train",
     "glossary": "choosing.html#words",
+    "howto/notebook": "howto/11_notebook.html",
     "interrupted": "hang.html#on-entering-and-leaving",
     "limits": "support.html",
     "migrate": "convert.html#from-another-join",

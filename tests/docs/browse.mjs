@@ -36,6 +36,7 @@ function look() {
     heading: document.querySelector("article h1")?.textContent ?? "",
     text: article?.innerText ?? "",
     images: [...document.images].filter((image) => !image.complete || !image.naturalWidth).map((image) => image.src),
+    cut: [...document.querySelectorAll("article pre > code")].filter((code) => code.scrollWidth > code.clientWidth).length,
     width: Math.max(document.documentElement.scrollWidth, document.body.scrollWidth),
     background: light(getComputedStyle(document.body).backgroundColor),
     ink: light(getComputedStyle(article ?? document.body).color),
@@ -44,7 +45,7 @@ function look() {
 
 async function visit(path) {
   const found = (seen.pages[path] = {});
-  for (const [scheme, width] of [["light", 1200], ["dark", 400]]) {
+  for (const [scheme, width] of [["light", 1200], ["dark", 390]]) {
     const [page, errors] = await open(path, scheme, width);
     await page.evaluate(async () => { for (const image of document.images) await image.decode().catch(() => {}); });
     found[scheme] = { errors, ...(await page.evaluate(look)) };

@@ -93,7 +93,7 @@ soak: .venv/.test-installed
 # FRAMEWORKS=old: releases of the autumn of 2025, about the oldest that are supported (tests/integrations/old.txt).
 FRAMEWORKS :=
 # The extras of the frameworks that tests/integrations runs in, and packages that need none.
-EXTRAS := test,lightning,accelerate,transformers
+EXTRAS := lightning,accelerate,transformers
 OTHERS := trl sentence-transformers pytorch-ignite pytorch-lightning mmengine speechbrain
 test-frameworks: .venv-frameworks$(FRAMEWORKS:%=-%)/.installed
 	TESTS=all $(<D)/bin/python -m pytest -n $(JOBS) $(INTEGRATIONS) tests/test_house.py
@@ -123,26 +123,21 @@ check: .venv/.dev-installed
 
 bench: .venv/.demo-installed
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/doors.py
 	$(BIN)/python benchmarks/tensors.py
-	$(BIN)/python benchmarks/trainer.py
 
 pictures: .venv/.demo-installed
-	$(BIN)/python -m docs.draw
 	$(BIN)/python -m docs.order
 	$(BIN)/python -m docs.timeline
 	$(BIN)/python -m docs.two_ranks
 	$(BIN)/python -m docs.choosing
-	$(BIN)/python -m docs.plots
 
 outputs: .venv/.test-installed
 	$(BIN)/python -m docs.outputs
 
 docs: .venv/.docs-installed
 	$(BIN)/python -m docs.errors
-	$(BIN)/python -m docs.engines
-	$(BIN)/python -m docs.patterns
+	$(BIN)/python -m docs.tables
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test-docs: .venv/.test-installed .venv/.docs-installed .venv-docs/.installed
@@ -155,28 +150,34 @@ clean:
 	rm -rf build dist demo-out docs-out .hypothesis .pytest_cache .ruff_cache
 	find . \( -path './.venv*' -o -path ./.git \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-.venv/.%-installed: setup.cfg constraints.txt | $(BIN)/pip
-	$(BIN)/python -m pip install -c constraints.txt -e '.[$*]'
+# Groups of packages need a pip that has --group.
+PIP := pip>=25.1
+.venv/.%-installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/pip
+	$(BIN)/python -m pip install -c constraints.txt '$(PIP)'
+	$(BIN)/python -m pip install -c constraints.txt -e . --group $*
 	@touch $@
 
 # The compiled part of torchaudio needs CUDA. SpeechBrain imports torchaudio, and the tests do not need that part.
-.venv-frameworks/.installed: setup.cfg constraints.txt Makefile
+.venv-frameworks/.installed: setup.cfg pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -c constraints.txt -e '.[$(EXTRAS),ray]' $(OTHERS)
+	$(@D)/bin/python -m pip install -c constraints.txt '$(PIP)'
+	$(@D)/bin/python -m pip install -c constraints.txt -e '.[$(EXTRAS),ray]' $(OTHERS) --group test
 	rm -rf $(@D)/lib/python3*/site-packages/torchaudio/lib
 	@touch $@
 
 # Without Ray, whose releases of that time are not supported.
-.venv-frameworks-%/.installed: setup.cfg constraints.txt tests/integrations/%.txt Makefile
+.venv-frameworks-%/.installed: setup.cfg pyproject.toml constraints.txt tests/integrations/%.txt Makefile
 	$(PYTHON) -m venv $(@D)
 	awk -F == '!seen[$$1]++' tests/integrations/$*.txt constraints.txt >$(@D)/constraints.txt
-	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e '.[$(EXTRAS)]' $(OTHERS)
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt '$(PIP)'
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e '.[$(EXTRAS)]' $(OTHERS) --group test
 	rm -rf $(@D)/lib/python3*/site-packages/torchaudio/lib
 	@touch $@
 
 .venv-engines/.installed: setup.cfg constraints.txt
 	$(PYTHON) -m venv .venv-engines
-	.venv-engines/bin/python -m pip install -c constraints.txt -e '.[test,deepspeed]'
+	.venv-engines/bin/python -m pip install -c constraints.txt '$(PIP)'
+	.venv-engines/bin/python -m pip install -c constraints.txt -e '.[deepspeed]' --group test
 	@touch $@
 
 .venv-horovod/.installed: tests/horovod/build.sh tests/horovod/cxx setup.cfg constraints.txt
@@ -199,7 +200,8 @@ clean:
 .venv-torch-%/.installed: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(@D)
 	sed 's/^torch==.*/torch==$*/' constraints.txt >$(@D)/constraints.txt
-	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e '.[test]'
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt '$(PIP)'
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e . --group test
 	@touch $@
 
 $(BIN)/pip:

@@ -33,6 +33,7 @@ OWN_KEYWORDS = (
 )
 """Keywords that ``Join`` uses itself instead of passing them to hooks."""
 _SAMPLES = "the number of samples or tokens in the batch"
+_NO_GROUP = " There is no process group yet: call torch.distributed.init_process_group first."
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -153,10 +154,11 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
         collective = SingleCollective() if group is ... or is_alone(group) else collective_of(group)
         if enable and (collective.world_size > 1 or not is_alone(None)):
             names = ", ".join(joinable.join_name for joinable in joinables)
+            hint = "" if dist.is_initialized() else _NO_GROUP
             raise ValueError(
-                f"Join([{names}]) lists no object that communicates. Add the DistributedDataParallel module, or another"
-                " Joinable, to the list. If the loop reduces gradients itself, write Join([], process_group=None), or"
-                " with the collective of another library, and loop over join.iterate. [J013]"
+                f"Join([{names}]) lists no object that communicates.{hint} Add the DistributedDataParallel module, or"
+                " another Joinable, to the list. If the loop reduces gradients itself, write Join([],"
+                " process_group=None), or with the collective of another library, and loop over join.iterate. [J013]"
             )
         return collective
     first, *others = [joinable for joinable in communicating if joinable.has_own_group] or communicating

@@ -333,7 +333,7 @@ class OpenBlock:
             out_of_data_at = time.monotonic() if loop is None or loop.joined_at is None else loop.joined_at
             return self._finish(self.channel.drain(), out_of_data_at)
         except BaseException as failure:
-            self._fail(failure)  # other ranks may wait for this one
+            self._fail(failure, is_ours=True)  # other ranks may wait for this one
             raise
 
     def tell(self, error: BaseException) -> None:
@@ -342,14 +342,17 @@ class OpenBlock:
         if not (isinstance(error, JoinError) or guard.watch.block.own is not None):
             guard.post(error)
 
-    def _fail(self, error: BaseException) -> None:
-        """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one."""
+    def _fail(self, error: BaseException, *, is_ours: bool = False) -> None:
+        """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one.
+
+        The traceback of an error in this package's own code (``is_ours``) would only hide that cause.
+        """
         cause, step = self.channel.guard.fail(error), self.channel.place.step
         if isinstance(cause or error, PeerError) and 0 < step.contributors < self._collective.world_size:
             count = f"only {step.contributors} of {self._collective.world_size} ranks had data"
             add_note(cause or error, f"In this step of join.iterate, {count}. The others ran on dummy batches.")
         if cause is not None:
-            raise cause from error
+            raise cause from (error.with_traceback(None) if is_ours else error)
 
     def _finish(self, outcome: Outcome, out_of_data_at: float) -> Callable[[], JoinReport]:
         """Gather the report and synchronise state; called when all ranks are out of data."""

@@ -35,7 +35,7 @@ from join.arguments import (
 from join.batch import PLAIN, Step
 from join.block import BlockAlone, OpenBlock, channels, claim, join_of, joins, release, report_failed_entry
 from join.collectives import Collective, SingleCollective, Sum, collective_of
-from join.errors import JoinError, outside
+from join.errors import JoinError, explain, outside
 from join.failure.guard import FORK
 from join.joinable import NothingAlone, NothingListed
 from join.loop import Batches, Loop
@@ -682,10 +682,13 @@ class Join:
         try:  # on the first line, so that the other ranks learn of an interrupt on any line
             if isinstance(error, GeneratorExit):  # the block is in a generator, which its consumer closes
                 error = error.__context__  # that the consumer handles; without one, it closes as by a break
+            if error is not None:
+                explain(error)
             self._leave(error)
         except BaseException as failure:
             if self._block is not None:
                 self._block.tell(failure)
+            explain(failure)
             raise
         finally:
             self._close()
@@ -708,6 +711,7 @@ class Join:
                 self._block.tell(error)
             elif self._enable and (collective := collective_to_tell(self._objects, self._group)) is not None:
                 report_failed_entry(collective, error)
+            explain(error)
         finally:
             self._close()
 

@@ -80,6 +80,16 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def explain(error: BaseException) -> None:
+    """Add a line to the traceback of an exception that leaves a block, if this package has more to say about it."""
+    code = Text.of(str(error)).code if isinstance(error, (JoinError, TypeError, ValueError)) else ""
+    note = f"More about it: python -m joinables explain {code}" if code else ""
+    if isinstance(error, ValueError) and str(error).startswith("Tried to step "):  # a scheduler of torch
+        note = "If its number of steps is this rank's len(loader), pass joinables.steps(loader), equal on all ranks."
+    if note and note not in getattr(error, "__notes__", ()):
+        add_note(error, note)
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Add a line to the traceback of an exception. Python 3.10 has no notes and ignores it."""
     add = getattr(error, "add_note", None)

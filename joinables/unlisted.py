@@ -17,10 +17,11 @@ missing if the learning rate of a scheduled optimizer has changed, and nothing i
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -52,7 +53,7 @@ class Unlisted(Silent):
     def attach(self, join: Join) -> None:
         super().attach(join)
         self._is_uneven = False
-        self._stepped = WeakSet[torch.optim.Optimizer]()
+        self._stepped = WeakKeyDictionary[torch.optim.Optimizer, str]()  # and the line that made the first step
         self._scalers = WeakSet[torch.amp.GradScaler]()
         self._unseen = set(map(id, held_parameters(self._target)))  # the parameters that no optimizer has stepped
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
@@ -68,7 +69,7 @@ class Unlisted(Silent):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._stepped:
-            self._stepped.add(optimizer)
+            self._stepped[optimizer] = _users_line()
             # Nothing but its caller shows that a scaler makes the step.
             scaler = variable_of(torch.amp.GradScaler.step, "self", inspect.currentframe())
             if scaler is not None:
@@ -106,7 +107,7 @@ class Unlisted(Silent):
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if an optimizer that trains the module, its scheduler or its scaler is not listed."""
-        name, listed = type(optimizer).__name__, self._listed.values()
+        name, place, listed = type(optimizer).__name__, self._stepped[optimizer], self._listed.values()
         covered = {id(parameter) for each in listed for parameter in parameters_of(each)}
         uncovered = [each for each in parameters_of(optimizer) if id(each) not in covered]
         stepped = {id(each) for each in uncovered if optimizer.state.get(each)}
@@ -114,9 +115,9 @@ class Unlisted(Silent):
         if own:
             parameters = own[0] + f" and {len(own) - 1} more" * (len(own) > 1)
             target = type(self._target).__name__
-            self._warn(f"{name} stepped the parameter {parameters} of {target}", "it is not listed", name)
+            self._warn(f"{name} stepped the parameter {parameters} of {target} at {place}", "it is not listed", name)
         if any(id(scaler) not in self._listed and scaler.is_enabled() for scaler in self._scalers):
-            self._warn(f"A GradScaler stepped {name}", "it is not listed", "GradScaler")
+            self._warn(f"A GradScaler stepped {name} at {place}", "it is not listed", "GradScaler")
         has_changed = self._rates.get(id(optimizer)) not in (None, _rates_of(optimizer))
         if has_changed and is_scheduled(optimizer) and not any(map(_may_set_rates, listed)):
             unless = " A scheduler that steps once for all steps can instead step after the block."
@@ -127,9 +128,17 @@ class Unlisted(Silent):
         verb = "may differ" if unless else "differs"
         warnings.warn(
             f"{event} in an uneven block, but {problem}. Its state now {verb} between ranks, which made different"
-            f" numbers of steps, so later steps will differ, too.{unless} List it: Join([{', '.join(names)}]).",
+            f" numbers of steps, so later steps will differ, too.{unless} List it: Join([{', '.join(names)}]). [J891]",
             stacklevel=_AT_END,
         )
+
+
+def _users_line() -> str:
+    """Return the file and line of the innermost frame outside torch and these packages."""
+    frame = inspect.currentframe()
+    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "join", "joinables"):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "a line that is unknown"
 
 
 def _may_set_rates(obj: Any) -> bool:

@@ -54,7 +54,7 @@ class Scheduling(LoadScopeScheduling):
     @override
     def _split_scope(self, nodeid: str) -> str:
         # Not xdist's marker for it: from pytest 9.2 on it changes a name that nobody reads, and so nothing.
-        if re.search(r"\[(Metric\]|metrics\.md|recipes/torchmetrics)", nodeid):  # their ranks import torchmetrics
+        if re.search(r"\[(Metric\]|metrics\.md)", nodeid):  # their ranks import torchmetrics
             return METRICS
         return next((start for start in TOGETHER if nodeid.startswith(start)), nodeid)
 

@@ -224,7 +224,8 @@ class Messages:
         for rank, entered in enumerate(own if any(own) else by_rank):  # if no rank has its own, the order differs
             ranks_of.setdefault(", ".join(entered) or "nothing more", []).append(rank)
         texts = "; ".join(f"ranks {ranks}: {entered}" for entered, ranks in ranks_of.items())
+        differences = "different objects or arguments" if any(own) else "the same objects, whose order differs"
         raise ProtocolError(
-            f"The ranks {message.doing} with different objects or arguments ({texts}). Pass the same objects, in the"
-            " same order, and the same arguments on all ranks. [J020]"
+            f"The ranks {message.doing} with {differences} ({texts}). Pass the same objects, in the same order, and the"
+            " same arguments on all ranks. [J020]"
         )

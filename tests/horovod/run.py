@@ -58,9 +58,9 @@ def held(size: int) -> list[Batches]:
 
 
 def the_page(collective: Collective) -> None:
-    """The lines of ``docs/backends.md`` over uneven batches. Ranks begin with models of their own."""
+    """The lines of ``docs/engines.md`` over uneven batches. Ranks begin with models of their own."""
     rank, size = collective.rank, collective.world_size
-    [example] = (each for each in examples_of("backends.md") if "horovod" in each.code)
+    [example] = (each for each in examples_of("engines.md") if "horovod" in each.code)
     names = {"model": made(rank), "loader": samples(rank, 2 * rank), "loss_fn": loss_fn, "torch": torch}
     exec(example.code, names)
     torch.testing.assert_close(list(names["model"].parameters()), train_alone(held(size), momentum=0.0))

@@ -88,7 +88,8 @@ def test_it_names_the_missing_object(pool: Pool, of: type[Training], listed: lis
     none, some = pool.run(missing, of, listed, ranks=2)
     assert not none or "scheduler" in fix  # rank 0 has no batch, and steps nothing
     assert len(some) == 1
-    assert some[0].endswith(f"List it: {fix}.")
+    assert some[0].endswith(f"List it: {fix}. [J891]")
+    assert "scheduler" in fix or " at test_unlisted.py:" in some[0]
 
 
 class Halves(Training):

@@ -66,7 +66,7 @@ def on_device(collective: Collective) -> None:
 
 
 def the_page(collective: Collective) -> None:
-    """The lines of ``docs/backends.md``, on devices. Of several ranks, the first has no data."""
+    """The lines of ``docs/engines.md``, on devices. Of several ranks, the first has no data."""
     rank, size = collective.rank, collective.world_size
     batches = [samples(each, 3 * each if size > 1 else 3) for each in range(size)]
     model, alone = [torch.nn.Linear(2, 1, dtype=torch.float64) for _ in range(2)]
@@ -76,7 +76,7 @@ def the_page(collective: Collective) -> None:
     model.to("xla")
     optimizer, sgd = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, alone)]
     loss_fn = torch.nn.functional.mse_loss
-    [example] = (each for each in examples_of("backends.md") if "torch_xla" in each.code)
+    [example] = (each for each in examples_of("engines.md") if "torch_xla" in each.code)
     names: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": batches[rank], "loss_fn": loss_fn}
     exec(example.code, names)
     names["train"](rank)

@@ -158,7 +158,6 @@ class Channel:
         self.late_use: LateUse | None = None
         """The search for a consumer that reads ahead of the loop body, during a loop and after it; ``None`` if there
         is no such consumer."""
-        self._places: dict[Scope, Place] = {}  # of all open blocks, the innermost last
         self._outstanding: list[Member] = []  # the followers that have not acted since the last announcement
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
 
@@ -190,8 +189,8 @@ class Channel:
         if not self.headers.last.is_applied:
             self.headers.apply(self.headers.last)
         self._set_roster(Roster((*self.roster.scopes, scope), self.collective.world_size))
-        outer = self.place
-        self.place = self._places[scope] = outer if outer.step.in_loop else Place(loop=outer.loop)
+        if not self.place.step.in_loop:
+            self.place = Place(loop=self.place.loop)
 
     def agree(self) -> None:
         """Take the lines that carry messages, which the first call for a group sets up on all ranks."""
@@ -204,11 +203,10 @@ class Channel:
 
     def close(self, scope: Scope) -> None:
         """Remove the members of a block that is left."""
-        place, scopes = self._places.pop(scope, self.place), tuple(self._places)
-        if scopes and place.phase in IN_LOOP:  # which is a loop of a block around this one
-            self._places[scopes[-1]] = place
-        self.place = self._places[scopes[-1]] if scopes else Place()
-        if self.place.phase is Phase.DRAINING:  # of the block that is left, if this one had the same place
+        scopes = tuple(each for each in self.roster.scopes if each is not scope)
+        if not scopes:
+            self.place = Place()
+        elif self.place.phase is Phase.DRAINING:  # of the block that is left
             self.place.phase = Phase.PLAIN
         self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
         self.messages.resize(header=self.roster.code.bits)

@@ -231,9 +231,9 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            self._places[scopes[-1]] = place\n",
-        "            pass\n",
-        "tests/join/protocol/test_nested.py::test_a_loop_that_began_in_an_inner_block_goes_on_after_it",
+        "        if not self.place.step.in_loop:\n            self.place = Place(",
+        "        if True:\n            self.place = Place(",
+        "tests/join/protocol/test_nested.py::test_an_uneven_block_in_the_body_of_a_loop",
     ),
     Mutant(
         "join/protocol/channel.py",
@@ -246,12 +246,6 @@ MUTANTS = [
         "        elif place.loop is not self or place.phase not in IN_LOOP:",
         "        elif place.loop is not self:",
         "tests/join/loop/test_state.py::test_an_iterator_that_is_kept_yields_nothing_after_its_block",
-    ),
-    Mutant(
-        "join/protocol/channel.py",
-        "self.place = self._places[scopes[-1]] if scopes",
-        "self.place = self.place if scopes",
-        "tests/join/protocol/test_nested.py::test_a_rank_that_has_left_an_inner_block_has_data",
     ),
     Mutant(
         "join/protocol/channel.py",

@@ -81,7 +81,7 @@ DONE = Finished(0)
 class Line(ABC):
     """Sequence of operations over the ranks of a group, in one order on all of them.
 
-    Each operation is done before the next one is started, apart from one that is read late.
+    An operation may be read late, but no rank starts the third one after it before all ranks have started the next one.
     """
 
     @abstractmethod

@@ -218,8 +218,8 @@ class Lane:
         """Number of operations that this rank has started."""
         self.last: _Numbers[Any] | None = None
         """The last operation that this rank has started."""
-        self.late: _Numbers[Any] | None = None
-        """An earlier operation that this rank has not read."""
+        self.late: list[_Numbers[Any]] = []
+        """Earlier operations that this rank has not read, such as the sums of several weighted modules in a backward."""
         begin = number * PLACES * CELLS
         firsts = range(begin, begin + self.world_size * _CELLS_OF_RANK, _CELLS_OF_RANK)
         self.places = [[first + place * CELLS for first in firsts] for place in range(PLACES)]
@@ -277,9 +277,9 @@ class _Numbers(Sum[V], Generic[V]):
         # this one has read all that were complete by then.
         last, lane.last = lane.last, self
         if last is not None and last.missing is not None:
-            lane.late = last
-        if lane.late is not None and lane.late.is_completed():
-            lane.late = None
+            lane.late.append(last)
+        if lane.late:
+            lane.late = [late for late in lane.late if not late.is_completed()]
         count = self._count = lane.count = lane.count + 1
         self._numbers = [0] * lane.world_size
         self._numbers[lane.rank] = number

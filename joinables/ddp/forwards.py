@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -43,12 +43,16 @@ IN_TORCH_JOIN = (
 class Arrivals:
     """Hooks on the nodes that accumulate the gradients of a DDP module's parameters, as its reducer has them.
 
-    Registering a hook costs as much as several calls of it. So the hooks stay with the module, which keeps the nodes
-    alive. Outside of blocks they do nothing.
+    Registering a hook costs as much as several calls of it. So the hooks stay while the module lives. Outside of blocks
+    they do nothing.
+
+    Args:
+        ddp: The module.
     """
 
-    def __init__(self) -> None:
-        self._is_watching = self._needs_zeros = False
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._handles: list[Any] = []
+        finalize(ddp, self._remove).atexit = False  # a new module around the same parameters may share the nodes
         self.begin: Callable[[], None] | None = None
         """Called at the first gradient of a backward; ``None`` outside of blocks."""
         self.task = -1
@@ -57,36 +61,28 @@ class Arrivals:
         """The number that multiplies the gradients of the current backward. It is 0 on a dummy, and if a batch has the
         weight 0. For a comm hook, it turns each gradient into a part of the mean."""
 
-    def watch(
-        self, parameters: Sequence[torch.nn.Parameter], begin: Callable[[], None], *, has_comm_hook: bool
-    ) -> None:
-        """Watch the parameters until the block is left; called before its first forward.
+    def watch(self, parameters: Sequence[torch.nn.Parameter], begin: Callable[[], None]) -> None:
+        """Watch the parameters until the block is left; called before its first forward."""
+        self.begin, self.task = begin, -1
+        if not self._handles:
+            self._handles = [node.register_prehook(self._arrive) for node in accumulators(parameters)]
 
-        Args:
-            parameters: The parameters.
-            begin: Called at the first gradient of a backward.
-            has_comm_hook: Whether gradients pass through a comm hook, in which an optimizer may already step.
-        """
-        self.begin, self.task, self._needs_zeros = begin, -1, has_comm_hook
-        if not self._is_watching:
-            self._is_watching = True
-            for node in accumulators(parameters):
-                node.register_prehook(self._arrive)
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def leave(self) -> None:
         """Do nothing from here on; called when the block is left."""
         self.begin, self.factor = None, 1.0
 
-    def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None] | None:
+    def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor] | None:
         """Find a backward, and multiply a gradient; called before each gradient arrives at its parameter."""
         if backward_under_way() != self.task and self.begin is not None:
             self.begin()
         if self.factor == 1.0 or (gradient := gradients[0]) is None:  # SyncBatchNorm passes None for an empty batch
             return None
-        if not self.factor:  # even a gradient of NaN is gone
-            # For None, which costs less, the reducer adds 0, and writes the result into `grad` at the end.
-            return (torch.zeros_like(gradient) if self._needs_zeros else None,)
-        return (gradient * self.factor,)
+        # For 0, even a gradient of NaN is gone. None would cost less, but hooks of the user's read `grad`.
+        return (gradient * self.factor if self.factor else torch.zeros_like(gradient),)
 
 
 _arrivals: WeakKeyDictionary[DistributedDataParallel, Arrivals] = WeakKeyDictionary()
@@ -110,7 +106,8 @@ class Forwards:
         self._ddp, self._parameters, self._buffers = ddp, parameters, buffers
         self.norms = synchronised_norms(cast("torch.nn.Module", ddp.module))
         """The layers that compute with the samples of all ranks together."""
-        self.arrivals = _arrivals.setdefault(ddp, Arrivals())
+        self.arrivals = _arrivals.get(ddp) or Arrivals(ddp)
+        _arrivals[ddp] = self.arrivals
         self.reduces_next = False
         """Whether the reducer reduces in the next backward of any forward, since a synchronised forward has run."""
         self._outputs: list[ref[torch.Tensor]] = []
@@ -194,8 +191,7 @@ class Forwards:
             self._buffers.notice_new_shapes()
         if torch.is_grad_enabled():
             if self.arrivals.begin is None:  # a rank without data needs no hooks
-                has_comm_hook = reducer.has_comm_hook(self._ddp)
-                self.arrivals.watch(self._parameters, self._arrive_first, has_comm_hook=has_comm_hook)
+                self.arrivals.watch(self._parameters, self._arrive_first)
             self._on_forward()
         if watches:
             self.inner.begin(arguments)

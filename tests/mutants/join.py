@@ -1148,8 +1148,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/collectives/shared_memory.py",
-        "        if lane.late is not None and lane.late.is_completed():\n",
-        "        if lane.late is not None:\n",
+        "for late in lane.late if not late.is_completed()]",
+        "for late in lane.late[-1:] if not late.is_completed()]",
         "tests/join/collectives/test_line.py::test_gloo",
     ),
 ]

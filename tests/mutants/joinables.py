@@ -220,8 +220,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "        if not self.factor:  # even",
-        "        if self.factor == 2.0:  # even",
+        "gradient * self.factor if self.factor else torch.zeros_like(gradient)",
+        "gradient * self.factor",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number",
     ),
     Mutant(
@@ -820,11 +820,5 @@ MUTANTS = [
         "        others = [each for each in stepped if id(each) not in listed]",
         "        others = list[torch.Tensor]()",
         "tests/joinables/test_unlisted.py::test_a_second_module_of_a_loop[fully_shard]",
-    ),
-    Mutant(
-        "joinables/ddp/forwards.py",
-        "torch.zeros_like(gradient) if self._needs_zeros else None",
-        "None",
-        "tests/joinables/ddp/test_arguments.py::test_a_listed_optimizer_that_steps_inside_the_backward",
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -208,3 +209,21 @@ def test_weight_on_one_of_two_ranks_with_data(ending: Ending) -> None:
     """No third rank shadows the reduction and finds it out."""
     for text in ending.run(outcome, ((2, 2), (2, None)), ranks=2):
         assert ON_SOME in text
+
+
+def train_many(batches: Any, rank: int, ranks: int) -> Any:
+    """More modules than a lane of shared memory has places, whose weights are all summed before one sum is read."""
+    ddps = [DistributedDataParallel(torch.nn.Linear(5, 2)) for _ in range(7)]
+    optimizer = torch.optim.Adam([parameter for ddp in ddps for parameter in ddp.parameters()])
+    with Join([*ddps, optimizer], divide_by_initial_world_size=False) as join:
+        for x in batches:
+            join.weight = len(x)
+            optimizer.zero_grad()
+            join.scale(sum(ddp(x).square().mean() for ddp in ddps)).backward()
+            optimizer.step()
+    return [ddp.module.state_dict() for ddp in ddps]
+
+
+def test_many_modules_in_one_backward(equals_one_process: Callable[..., None]) -> None:
+    batches = [torch.randn(size, 5) for size in (3, 1, 4, 2, 5, 2)]
+    equals_one_process(train_many, batches, counts=[(5, 0, 1)])

@@ -219,7 +219,7 @@ def train_many(batches: Any, rank: int, ranks: int) -> Any:
         for x in batches:
             join.weight = len(x)
             optimizer.zero_grad()
-            join.scale(sum(ddp(x).square().mean() for ddp in ddps)).backward()
+            join.scale(torch.stack([ddp(x).square().mean() for ddp in ddps]).sum()).backward()
             optimizer.step()
     return [ddp.module.state_dict() for ddp in ddps]
 

@@ -40,10 +40,11 @@ from join.failure.guard import FORK
 from join.joinable import NothingAlone, NothingListed
 from join.loop import Batches, Loop
 from join.mean import mean_over_ranks
-from join.options import Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
+from join.read_ahead import check_loader
 from join.report import JoinReport
+from join.rounds import Options
 from join.scaling import factor_in_loop, refuse_scaling, scale_alone, scaled
 
 T = TypeVar("T")

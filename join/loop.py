@@ -6,9 +6,9 @@ data gets dummy batches, which weigh nothing. The parts of a loop:
 - :class:`Loop` is one loop on one rank. It yields batches and dummy batches, and begins and ends the loop.
   ``Lockstep``, in ``join.protocol.channel``, is its protocol.
 - :class:`Batches` is the result of ``Join.iterate``: an iterable over a loop, with the attributes of the loader.
-- ``join.rounds`` announces the batches of several steps at a time, and adds up their weights.
+- ``join.rounds`` announces the batches of several steps at a time, and adds up their weights. It has the arguments of
+  ``Join.iterate``.
 - ``join.read_ahead`` reads the batches of the next round.
-- ``join.options`` are the arguments of ``Join.iterate``.
 
 In a block with ``enable=False`` a loop is the same, over a collective of this rank alone, which sends nothing. Other
 ranks are then assumed to have the same batches.
@@ -77,10 +77,9 @@ from join.batch import PLAIN, copied, map_tensors, without_rows
 from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken
 from join.errors import JoinError, add_note, described
-from join.options import Options
 from join.protocol.channel import IN_LOOP, ONE_AT_A_TIME, Channel, Lockstep, Phase
 from join.read_ahead import ReadAhead, length_of
-from join.rounds import Rounds, bits_of
+from join.rounds import Options, Rounds, bits_of
 from join.transfer import broadcast_tree
 
 T = TypeVar("T")

@@ -24,6 +24,17 @@ _SAMPLED = 64  # elements of a tensor in memory that other libraries may write t
 _tracked, _foreign, _version = attrgetter("tracked"), attrgetter("foreign"), attrgetter("_version")
 
 
+def check_loader(loader: Any) -> None:
+    """Raise a ``TypeError`` if a loader cannot be iterated, or would run code of the loop body too early."""
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"loader={loader!r} cannot be iterated. Pass a DataLoader, a list or a generator. [J068]")
+    if getattr(loader, "__name__", "") == "log_every":  # by its name, since every project has its own MetricLogger
+        raise TypeError(
+            "log_every(...) would log each batch before the loop body runs. Write log_every(join.iterate(loader))."
+            " [J524]"
+        )
+
+
 def length_of(loader: Iterable[Any]) -> int | None:
     """Return the number of batches of a loader, or ``None`` if it has no length."""
     try:

@@ -17,8 +17,8 @@ from join.collectives import SingleCollective, collective_of
 from join.errors import described
 from join.joinable import OnGroup
 from join.mean import mean_over_ranks
-from join.options import Options, check_loader
-from join.read_ahead import length_of
+from join.read_ahead import check_loader, length_of
+from join.rounds import Options
 
 
 class Mean(OnGroup):

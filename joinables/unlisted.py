@@ -3,8 +3,11 @@
 If ranks had different numbers of batches, an optimizer, scheduler or ``GradScaler`` that is not listed has made fewer
 steps on some ranks than on others, and the block copies no state to it. The next steps of the ranks then differ. At the
 end of such a block, the ranks on which the object was used warn. A hook of all optimizers sees each step, until the
-optimizers that have stepped hold all parameters of the module. In a loop over ``Join.iterate`` all ranks make all
-steps, so no state differs.
+optimizers that have stepped hold all parameters of the module.
+
+In a loop over ``Join.iterate`` all ranks make all steps, so no state differs. But gradients of another module that is
+not listed are means over all ranks, also over those with dummies, unless losses are scaled. So the first step of an
+optimizer warns if it uses gradients that no listed object reduces.
 
 An optimizer is covered if a listed optimizer has the same parameters, as a wrapper has those of the optimizer inside,
 and ZeRO those of its shards. An optimizer without state, such as SGD without momentum, needs no listing. A scheduler is
@@ -16,6 +19,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -32,6 +36,7 @@ from joinables.adapter import Silent
 from joinables.state import parameters_of
 
 _AT_END = 8  # stack level of the user's with statement
+_AT_STEP = 4  # and of the call of an optimizer's step
 
 
 class Unlisted(Silent):
@@ -70,8 +75,24 @@ class Unlisted(Silent):
             if scaler is not None:
                 self._scalers.add(scaler)
             self._unseen.difference_update(map(id, parameters_of(optimizer)))
+            if self._channel.place.step.in_loop and not self._channel.scaling.in_use:
+                self._warn_of_unreduced(optimizer)
         if not self._unseen:
             remove_last(self._handles[0])
+
+    def _warn_of_unreduced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if an optimizer that trains the module also uses gradients that nothing in the list reduces."""
+        modules = [target for target in self._listed.values() if isinstance(target, torch.nn.Module)]
+        own, listed = set(map(id, held_parameters(self._target))), set(map(id, chain(*map(held_parameters, modules))))
+        stepped = [each for each in parameters_of(optimizer) if each.grad is not None]
+        others = [each for each in stepped if id(each) not in listed]
+        if others and not own.isdisjoint(map(id, stepped)):
+            warnings.warn(
+                f"{type(optimizer).__name__} steps {len(others)} parameters of no listed module, the first of shape"
+                f" {list(others[0].shape)}. In join.iterate, their gradients are wrong once a rank has no data: list"
+                " their DistributedDataParallel module, too, or call join.scale(loss).backward().",
+                stacklevel=_AT_STEP,
+            )
 
     @override
     def synchronise(self, source: int) -> None:

@@ -59,8 +59,12 @@ class Scheduling(LoadScopeScheduling):
         return next((start for start in TOGETHER if nodeid.startswith(start)), nodeid)
 
 
-LONG = ("tests/joinables/trainer/", "tests/test_scripts.py", "tests/test_wheel.py", "tests/test_package.py")
-"""Tests that wait for new interpreters: were they the last ones, workers would run out of others to run beside them."""
+LONG = (
+    "tests/joinables/trainer/",
+    "tests/worlds/",
+    *(f"tests/test_{name}.py" for name in ("scripts", "wheel", "package", "readme", "house", "mutants", "errors")),
+)
+"""Tests that take or wait for seconds: were they the last ones, workers would run out of others to run beside them."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -132,15 +131,11 @@ def test_the_check_prints_the_lines_that_are_shown(ending: Ending) -> None:
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, str]]:
+def failed(ending: Ending, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """The outputs of three ranks, after rank 2 has failed."""
     folder = tmp_path_factory.mktemp("failing")
     (folder / "train.py").write_text(FAILING)
-    ending = Ending()
-    try:
-        yield {rank: end.text for rank, end in enumerate(ending.ends(as_script, str(folder), "train.py", ranks=3))}
-    finally:
-        ending.close()
+    return {rank: end.text for rank, end in enumerate(ending.ends(as_script, str(folder), "train.py", ranks=3))}
 
 
 @pytest.mark.parametrize("rank", [2, 0])

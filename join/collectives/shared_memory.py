@@ -62,7 +62,7 @@ _HEAD = "=IIQ"  # before each message: its length, its checksum, and the number 
 _BELL = 8  # bytes
 _ORDERED = ("x86_64", "AMD64")  # processors on which all earlier writes of a rank are visible with a cell
 
-_LONGEST_PAUSE, _PAUSE = 1e-3, 1 / 16  # seconds, and the share of the time waited so far
+_LONGEST_PAUSE, _PAUSE = 2e-3, 1 / 8  # seconds, and the share of the time waited so far
 _WITHOUT_PAUSE = 1e-4  # seconds in which a waiting rank yields the processor but does not sleep
 
 

@@ -5,7 +5,7 @@ from ``backward()`` to ``step()``::
 
               active rank                     dummy                           joined rank
               -----------                     -----                           -----------
-    found     by ``Forwards._arrive``         the same                        by a header
+    found     by ``Arrivals``                 the same                        by a header
     window    counts the backward             the same; the factor of the     dropped, unless this block left it open
                                               backward is 0
     close     ``_close_window``               the same                        the same
@@ -300,7 +300,7 @@ class GradientSync(DDPBurst):
                 )
             if weight is not None:
                 window.weight, window.unit = (window.weight or 0.0) + weight, channel.scaling.unit
-        self._forwards.factor = 0.0 if weight == 0 else 1.0
+        self._forwards.arrivals.factor = 0.0 if weight == 0 else 1.0
         window.backwards += 1
         if in_loop or not self.is_pending:
             mean = self._means.choose()
@@ -420,7 +420,7 @@ class GradientSync(DDPBurst):
             mean.begin(window)
         if mean.in_parts:
             factor = mean.factor()
-            self._forwards.factor *= factor
+            self._forwards.arrivals.factor *= factor
             reducer.multiply_gradients(self._parameters, factor)
         mean.window, self._memory.window = window, Window()
 

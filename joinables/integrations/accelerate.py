@@ -298,7 +298,7 @@ class PreparedLoaders:
 
         changes: dict[str, Any] = {"__iter__": batches}
         if issubclass(kind, module.DataLoaderShard):  # Accelerate 1.11 and 1.12 subtract the batches of other ranks
-            changes["adjust_state_dict_for_prefetch"] = lambda _: None
+            changes["adjust_state_dict_for_prefetch"] = staticmethod(lambda: None)
         undo.callback(with_methods(loader, changes))
 
 

@@ -80,8 +80,6 @@ HOOKS = (
     "set_initial_training_values",
 )
 """Names of the Trainer that this class overrides or reads, so they must exist."""
-IS_ONE_METHOD = not hasattr(_library.Trainer, "_run_epoch")
-"""Whether the whole training of a Trainer is one method, as before Transformers 5.3."""
 PREPARED = "_is_accelerate_prepared"
 """Name of Accelerate's mark on a model."""
 LOG_ONLY = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
@@ -288,7 +286,8 @@ class JoinTrainerMixin(_Base):
         """Return whether the loss depends on ``num_items_in_batch``; ``None`` if this batch does not show it.
 
         Many models and many a ``compute_loss`` take the number and ignore it. Their loss is a mean over the batch. All
-        ranks call this, each with a batch. ``compute_loss`` runs twice, on a copy of the Trainer that logs nothing.
+        ranks call this, each with a batch. ``compute_loss`` runs twice, on a copy of the Trainer whose ``log`` takes
+        anything and does nothing.
         """
         if (is_scaled := getattr(self, "loss_is_scaled_for_ga", None)) is not None:  # Transformers 5.20 has it
             return is_scaled
@@ -299,7 +298,7 @@ class JoinTrainerMixin(_Base):
             model.eval()  # without dropout, and without changes of buffers
             for number in torch.arange(1, 3, device=self.args.device):
                 trial = cast("Any", copy.copy(self))
-                trial.__dict__ = {**pytree.tree_map(torch.nn.Identity(), vars(self)), "log": lambda *_, **__: None}
+                trial.__dict__ = {**pytree.tree_map(torch.nn.Identity(), vars(self)), "log": torch.nn.Identity}
                 with torch.random.fork_rng(devices):
                     losses.append(trial.compute_loss(model, {**inputs}, num_items_in_batch=number))
         is_shown = all(bool(loss.isfinite()) and bool(loss) for loss in losses)
@@ -384,13 +383,14 @@ class JoinTrainerMixin(_Base):
 
     def _check_arguments(self, *, resumes: bool) -> None:
         check_accelerator(self.accelerator, "JoinTrainer")
-        args = self.args
-        streams = isinstance(self.train_dataset, IterableDataset)
-        refuse_options(REFUSED, vars(args), "TrainingArguments")
-        config = vars(args.accelerator_config)
-        refuse_options(REFUSED, config if streams else {**config, "split_batches": False}, "accelerator_config")
+        args, streams = self.args, isinstance(self.train_dataset, IterableDataset)
+        chosen: dict[str, Any] = vars(args)
+        refuse_options(REFUSED, chosen, "TrainingArguments")
+        config: dict[str, Any] = {**vars(args.accelerator_config), **({} if streams else {"split_batches": False})}
+        refuse_options(REFUSED, config, "accelerator_config")
         counts = args.include_num_input_tokens_seen not in ("no", False)
-        if IS_ONE_METHOD and (counts or (resumes and streams)):
+        # Before Transformers 5.3 the whole training of a Trainer is one method.
+        if not hasattr(_library.Trainer, "_run_epoch") and (counts or (resumes and streams)):
             raise ValueError(
                 f"{'include_num_input_tokens_seen' if counts else 'resume_from_checkpoint'} would count dummies, or not"
                 f" find the epoch of a stream, in Transformers {_library.__version__}. Remove it, or install"

@@ -276,9 +276,10 @@ def fails(collective: Collective) -> None:
 
 
 def times_out(collective: Collective) -> None:
-    """Rank 1 arrives too late."""
+    """Rank 1 arrives too late; on a busy machine, others may, too."""
     adds = Adds(collective)
-    with pytest.raises(JoinTimeoutError, match=r"(?i)rank\D*1\b"), Join([adds], timeout=0.5):
+    collective.barrier()
+    with pytest.raises(JoinTimeoutError, match=r"(?i)ranks? [^.]*\b1\b"), Join([adds], timeout=1.0):
         adds.add(1)
         watch = collective.kept.watch
         while collective.rank == 1 and not watch.block.news.notes:

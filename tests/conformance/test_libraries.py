@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from join.collectives.xla import XLACollective
 from tests.conformance.collective_suite import CHECKS_OVER_LIBRARY, check_over_library, fails, times_out
 from tests.conformance.fakes import Horovod, over_horovod, over_xla
 from tests.ending import Ending
-from tests.harness import Pool
+from tests.harness import Pool, all_or_each
 
 RANKS = 3
 Over = Callable[[int, int, dist.Store], AbstractContextManager[Collective]]
@@ -37,8 +38,7 @@ conform = partial(in_group, times=2)
 """Ranks are in different places after a failure. Otherwise a collective may be set up again."""
 
 
-@pytest.mark.parametrize("over_group", [False, True])
-@pytest.mark.parametrize("over", LIBRARIES)
+@pytest.mark.parametrize(("over", "over_group"), all_or_each(product(LIBRARIES, [True, False])))
 def test_conforms(pool: Pool, over: Over, over_group: bool) -> None:
     pool.run(conform, over, *CHECKS_OVER_LIBRARY, ranks=RANKS, over_group=over_group)
 
@@ -48,9 +48,9 @@ def test_alone(pool: Pool, over: Over) -> None:
     pool.run(conform, over, *CHECKS_OVER_LIBRARY, ranks=1)
 
 
-@pytest.mark.parametrize("over_group", [False, True])
-@pytest.mark.parametrize("check", [fails, times_out])
-@pytest.mark.parametrize("over", LIBRARIES)
+@pytest.mark.parametrize(
+    ("over", "check", "over_group"), all_or_each(product(LIBRARIES, [fails, times_out], [True, False]))
+)
 def test_ends(ending: Ending, over: Over, check: Callable[[Collective], None], over_group: bool) -> None:
     for end in ending.ends(in_group, over, check, over_group=over_group):
         assert end.code == 0, end.text

@@ -44,7 +44,8 @@ def tokenizer() -> Any:
     made = library.Tokenizer(library.models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = library.pre_tokenizers.Whitespace()
     ends = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return imported("transformers").PreTrainedTokenizerFast(tokenizer_object=made, **ends)
+    names = ["input_ids", "attention_mask"]
+    return imported("transformers").PreTrainedTokenizerFast(tokenizer_object=made, model_input_names=names, **ends)
 
 
 def samples(kind: str, rank: int, step: int) -> list[dict[str, Any]]:

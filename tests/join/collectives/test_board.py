@@ -190,11 +190,12 @@ def no_thread_stays() -> Iterator[None]:
     """Or it would wake up in the middle of another test."""
     Stuck.times_out.clear()
     before = threading.enumerate()
-    yield
-    Stuck.times_out.set()
-    for thread in set(threading.enumerate()) - set(before):
-        thread.join(30)
-        assert not thread.is_alive()
+    with using(idle=0.1):
+        yield
+        Stuck.times_out.set()
+        for thread in set(threading.enumerate()) - set(before):
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 @in_quiet

@@ -249,7 +249,7 @@ def one_cannot(rank: int, how: str, which: int) -> None:
     else:
         line = collective.line()
     assert isinstance(line, GroupLine)
-    assert memory_files() == before
+    assert not memory_files().keys() - before.keys()  # a thread may close what a test before has left meanwhile
     sums_in_order(collective, line)
 
 

@@ -175,7 +175,7 @@ class Launcher:
         self._worker_logs = worker_logs
 
     def launch(self, fn: Callable[..., _T], *args: Any) -> _T:
-        """Run ``fn(*args)`` on all ranks, with the default process group set up.
+        """Run ``fn(place, *args)`` on all ranks, with the default process group set up.
 
         Processes that ``fn`` forks or starts are not ranks: a launch does not wait for them, and a fork that leaves
         ``fn`` ends.
@@ -206,7 +206,7 @@ class Launcher:
             return self._start(fn, args)
         place = environment.place
         store = fresh_store(environment.store(), place.rank, place.world_size, environment.environ)
-        return _as_rank(place, store, self._options, ending_forks()(fn), args)
+        return _as_rank(place, store, self._options, ending_forks()(fn), (place, *args))
 
     def _start(self, fn: Callable[..., _T], args: tuple[Any, ...]) -> _T:
         """Run ``fn(*args)`` in processes that are started for it."""
@@ -593,7 +593,8 @@ def _work(rank: int, job: _Job) -> None:
         store = fresh_store(dist.TCPStore(*address, is_master=False), rank, job.world_size)
         if rank == 0:  # all ranks have opened it, and it should not stay if the parent is killed
             (job.folder / "call").unlink(missing_ok=True)
-        _as_rank(Place(rank, job.world_size, rank), store, job.options, _run_and_send, (job, rank, fn, args))
+        place = Place(rank, job.world_size, rank)
+        _as_rank(place, store, job.options, _run_and_send, (job, rank, fn, (place, *args)))
     except SystemExit:
         raise  # fn ends the process with this code, which the parent reads
     except BaseException as error:

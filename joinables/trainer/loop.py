@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+from typing_extensions import override
 
 from join.batch import map_tensors
 from join.transfer import broadcast_tree
@@ -34,7 +35,7 @@ from joinables.trainer import checkpoint, rng
 from joinables.trainer.data import Plan, gather_on_first, known_length, sampler_of, share
 from joinables.trainer.metrics import monitored
 from joinables.trainer.module import TrainModule
-from joinables.trainer.run import Run, Snapshots, Task, TrainerState, is_limit
+from joinables.trainer.run import Run, Task, TrainerState, is_limit
 from joinables.trainer.samples import SampleCounter, counts_samples
 
 logger = logging.getLogger("joinables")
@@ -47,7 +48,6 @@ class Fit(Run):
         super().__init__(trainer, module, task, device)
         self._loader = self._val_loader = None
         self._hooks: list[Any] = []
-        self.snapshots = Snapshots(self.collective, partial(checkpoint.take, self))
         self._accumulated = 1
         """The number of batches in one optimizer step of this epoch."""
         self._window_samples = 0
@@ -55,9 +55,14 @@ class Fit(Run):
         self.trained: dict[str, Any] | None = None
         """The snapshot at the end of the fit, or an empty one once only the end is left; a failure would lose it."""
 
+    @override
+    def take_snapshot(self, active: bool) -> dict[str, Any] | None:
+        return checkpoint.take(self, active)
+
     def start(self, train_loader: Any, val_loader: Any) -> None:
         """Wrap the module, build its optimizers, and resume from the snapshot of rank 0, if it has one."""
         trainer, module, ranks = self.trainer, self.module, self.collective.world_size
+        trainer.strategy.meet("begins a fit")
         seed, state = broadcast_tree(self.collective, (self.task.seed, self.task.saved), 0)
         self._loader = share(train_loader, self.collective, seed)
         self.position.sampler = sampler_of(self._loader)
@@ -102,7 +107,7 @@ class Fit(Run):
         if not self._is_within_limits and self.collective.rank == 0:
             text = "This fit trains nothing, as %d epochs and %d steps reach max_epochs=%s or max_steps=%s. Raise them."
             logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
-        trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
+        self._agree_to_stop()
         while self._is_within_limits and not trainer.should_stop:
             steps, is_resumed = trainer.global_step, self.position.resume_from is not None
             self._epoch()
@@ -151,12 +156,13 @@ class Fit(Run):
         self.position.begin_epoch(trainer.epochs, self._loader)
         self.module.on_train_epoch_start()
         self.call("on_train_epoch_start")
+        trainer.strategy.meet("reads its first batch")
         plan = Plan.agree(self.collective, self._loader)
         if self.shown is not None:
             self.shown.lengths = [plan.shortest] if trainer.uneven == "stop" else plan.lengths
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
-        finished = self.collective.reduce_boolean_decision(self._train(plan))
+        finished = trainer.strategy.meet("has ended an epoch", self._train(plan))
         trained = self.reduce_metrics()
         if not finished:
             return  # a later fit resumes in the middle of this epoch
@@ -175,7 +181,11 @@ class Fit(Run):
         trainer.epochs += 1
         self.position.end_epoch()
         self._call_and_reduce("on_train_epoch_end")
-        trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
+        self._agree_to_stop()
+
+    def _agree_to_stop(self) -> None:
+        """Stop on all ranks if one of them stops."""
+        self.trainer.should_stop = not self.trainer.strategy.meet("begins an epoch", not self.trainer.should_stop)
 
     def _call_and_reduce(self, hook: str) -> None:
         """Call a hook of the module and of all callbacks; each sees the metrics that the previous ones have logged."""
@@ -199,7 +209,6 @@ class Fit(Run):
             *(stepped.scheduler for stepped in self.schedulers),
             *([self.scaler] if self.scaler.is_enabled() else []),
             self.trainer,
-            self.snapshots,
         ]
         block = self.trainer.strategy.block(
             listed,

@@ -101,6 +101,11 @@ class Snapshots(OnGroup, Burst):
         super().__init__(collective)
         self._take = take
 
+    @property
+    @override
+    def join_name(self) -> str:
+        return "a checkpoint"
+
     def take(self) -> dict[str, Any] | None:
         """Return a snapshot on one rank and ``None`` on the others; ranks that are out of data take part."""
         Join.notify_join_context(self)
@@ -232,15 +237,13 @@ class Run:
     The trainer and the module are the objects of this process, which may be copies of the user's.
     """
 
-    snapshots: Snapshots
-    """Snapshots of the fit, see ``joinables.trainer.checkpoint``."""
     apart: str = ""
     """Current place, if other ranks may not reach it, so that a call which waits for them is refused."""
 
     def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
         self.trainer, self.module, self.task, self.device = trainer, module, task, device
         self.collective: Collective = trainer.strategy.collective
-        self._place()
+        self.snapshots = Snapshots(self.collective, self.take_snapshot)
         self.store = MetricStore()
         self.takes_metrics = False
         """Whether metrics may be logged now."""
@@ -264,10 +267,11 @@ class Run:
         Args:
             prepares: Whether this rank prepares the data of its machine.
         """
+        self._place()
         if prepares:
             with replaced(self, "apart", "prepare_data"):
                 self.module.prepare_data()
-        self.collective.barrier()
+        self.trainer.strategy.meet("has prepared its data")
         self.call("setup", self.task.stage)
         self.module.setup(self.task.stage)
         self._place()
@@ -275,6 +279,7 @@ class Run:
     def take(self, batch: Any, samples: int) -> Any:
         """Return the batch, with this number of samples, on the device and in the run's precision."""
         self.samples = samples
+        self.trainer.strategy.moves()
         if self.shown is not None:
             self.shown.step.clear()
         doubles = self.trainer.dtype is torch.float64
@@ -292,6 +297,10 @@ class Run:
             return moved.to(torch.float64) if doubles else moved
 
         return pytree.tree_map(taken_part, batch, is_leaf=is_movable)
+
+    def take_snapshot(self, active: bool) -> dict[str, Any] | None:
+        """Return a snapshot of a fit on one rank; ``active`` says whether this rank still has data."""
+        raise NotImplementedError
 
     def autocast(self) -> torch.autocast:
         """Return the context for a forward, in mixed precision or as the module is."""
@@ -344,6 +353,7 @@ class Run:
 
     def reduce_metrics(self) -> dict[str, float]:
         """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""
+        self.trainer.strategy.meet("reduces metrics")
         metrics = self.store.reduce(self.collective)
         if self.shown is not None:
             self.shown.metrics.update(metrics)

@@ -36,7 +36,7 @@ from joinables._torch.objects import mark_stepped
 from joinables.loss_gate import LossGate, leaves_of
 from joinables.modules import replaced
 from joinables.trainer.arguments import REST
-from joinables.trainer.launch import ClusterEnvironment, Environment, Launcher, StartMethod, environment_of
+from joinables.trainer.launch import ClusterEnvironment, Environment, Launcher, Place, StartMethod, environment_of
 from joinables.trainer.metrics import Reduction
 
 if TYPE_CHECKING:
@@ -46,9 +46,12 @@ if TYPE_CHECKING:
 class Strategy:
     """Training on the ranks of a run; this base class trains in a single process, without a wrapper.
 
-    One object serves one trainer. To train over ranks that you connect yourself, derive from this class, and make and
-    set up ``collective`` in ``setup``. To add to torch's, derive from :class:`DDPStrategy`, and
-    set ``collective_of(Mine(torch.distributed.group.WORLD))``, where ``Mine`` derives from ``TorchCollective``.
+    One object serves one trainer. To train over ranks that you connect yourself, derive from this class, and return a
+    collective from ``make_collective``. To add to torch's, derive from :class:`DDPStrategy`, and return
+    ``collective_of(Mine(torch.distributed.group.WORLD))``, where ``Mine`` derives from ``TorchCollective``.
+
+    If there are several ranks, the whole run is one ``Join`` block, with a block for each epoch in it. So whatever a
+    rank does when another one fails, it raises an error that names the cause, and long waits are explained.
     """
 
     collective: Collective
@@ -57,6 +60,8 @@ class Strategy:
     shards_optimizers: bool = False
     report: JoinReport | None = None
     """Report on the ranks in the last block, which is an epoch."""
+    timeout: float | None = None
+    """Seconds that a rank waits for the others in a run; ``None`` for no limit."""
     worker_logs: Path | None = None
     """Folder for the output of processes that this strategy starts; the trainer sets it before ``launch``."""
     environment: Environment | None = None
@@ -65,14 +70,50 @@ class Strategy:
     def __init__(self) -> None:
         self._module = torch.nn.Module()  # the module that is trained
         self._unit = self._window = 0.0  # the window's first weight, and the sum of its weights divided by the first
+        self._whole: Join | None = None  # the block of the run
 
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run ``fn(*args)`` on all ranks and return rank 0's result."""
-        return fn(*args)
+        """Run ``fn(place, *args)`` on all ranks, each with its :class:`Place`, and return rank 0's result."""
+        return fn(Place(0, 1, 0), *args)
 
-    def setup(self) -> None:
+    def make_collective(self) -> Collective:
+        """Return the collective of the ranks, which ``setup`` connects."""
+        return SingleCollective()
+
+    def setup(self, rank: int, world_size: int) -> None:
         """Make and set up ``collective``; called first in a run, on all ranks."""
-        self.collective = SingleCollective()
+        self.collective = self.make_collective()
+        self.collective.setup(rank, world_size)
+
+    # The block of a run.
+
+    def open(self, joinables: Sequence[Any]) -> None:
+        """Enter the block of a run, which lists the objects that are in none of its other blocks."""
+        if self.is_distributed:
+            self._whole = Join(joinables, timeout=self.timeout).open()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the block of a run with all ranks, or with an error, which the others then raise, too.
+
+        Raises:
+            PeerError: If another rank caused the error.
+        """
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            whole.close(error)
+
+    def meet(self, doing: str, vote: bool = True) -> bool:
+        """Wait until all ranks of the run do the same, and return whether all pass ``vote=True``.
+
+        Raises:
+            ProtocolError: If another rank does something else.
+        """
+        return vote if self._whole is None else self._whole.channel.meet(doing, vote=vote)
+
+    def moves(self) -> None:
+        """Note that this rank makes progress without telling the other ranks."""
+        if self._whole is not None:
+            self._whole.channel.moved += 1
 
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
         """Wrap ``module`` for training; if this strategy has wrapped it already, for the same parameters, do nothing.
@@ -136,14 +177,17 @@ class Strategy:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+        self.meet("waits at a barrier")
         self.collective.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src``, which is anything that pickle supports."""
+        self.meet("broadcasts an object")
         return self.collective.broadcast_object(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks pass ``True``, or, with ``all=False``, whether any does."""
+        self.meet("takes part in a vote")
         return self.collective.reduce_boolean_decision(decision, all=all)
 
     def all_gather(self, tensor: torch.Tensor | float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -176,6 +220,8 @@ class Strategy:
         Raises:
             ValueError: On all ranks, if their calls differ.
         """
+        if group is None:
+            self.meet("calls all_gather or reduce")
         collective = self.collective if group is None else collective_of(group)
         tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
         own = f"{call} of {describe(tensor.dtype, tensor.shape)} on {tensor.device.type}"
@@ -221,8 +267,9 @@ class DDPStrategy(Strategy):
         ddp_comm_state: The first argument of ``ddp_comm_hook``.
         ddp_comm_hook: The communication hook of the gradients.
         ddp_comm_wrapper: A wrapper of the hook, such as ``fp16_compress_wrapper``.
-        timeout: Seconds that a rank waits for the others in an epoch, as in ``Join``. With a
-            timeout, every rank waits for the others before each backward, whether the data are even or not.
+        timeout: Seconds that a rank waits for the others in a run, as in ``Join``: in an epoch, and at the end of an
+            evaluation. With a timeout, every rank waits for the others before each backward, whether the data are even
+            or not.
         cluster_environment: The launcher that has started the processes, such as SLURM or MPI, if it is not torchrun.
             Then torchrun's environment variables are not read.
         **ddp_kwargs: Other arguments of ``DistributedDataParallel``.
@@ -249,7 +296,7 @@ class DDPStrategy(Strategy):
         self.shards_optimizers = shard_optimizers
         self._find_unused = find_unused_parameters
         self._hook = (ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
-        self._timeout, self._ddp_kwargs = timeout, ddp_kwargs
+        self.timeout, self._ddp_kwargs = timeout, ddp_kwargs
         self.ddp: DistributedDataParallel | None = None
         """The wrapper; ``None`` while the module is not wrapped."""
         self._wrapped: tuple[Any, ...] = ()  # the process group and the parameters that the wrapper was made for
@@ -264,8 +311,8 @@ class DDPStrategy(Strategy):
         return Launcher(world_size, start_method=self.start_method, backend=backend, **options).launch(fn, *args)
 
     @override
-    def setup(self) -> None:
-        self.collective = collective_of(None)
+    def make_collective(self) -> Collective:
+        return collective_of(None)
 
     @override
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
@@ -277,7 +324,7 @@ class DDPStrategy(Strategy):
         kept = {*map(id, held), *(part[0] for part in self._wrapped[1:] if part[-1])} if finds_unused else set[int]()
         each = ((id(p), p.dtype, p.device, p.requires_grad or id(p) in kept) for p in module.parameters())
         key = (id(dist.group.WORLD), *each)
-        if self.collective.reduce_boolean_decision(key == self._wrapped):
+        if self.meet("wraps the module", key == self._wrapped):
             return
         self.ddp = None  # its buckets are freed before others are made
         with thawed([parameter for parameter in module.parameters() if id(parameter) in kept]):
@@ -305,13 +352,13 @@ class DDPStrategy(Strategy):
                 for stepped in listed
             ]
         assert self.ddp is not None
-        enable = enable or self._timeout is not None  # a block that does nothing has no timeout
+        enable = enable or self.timeout is not None  # a block that does nothing has no timeout
         known = set(map(id, reducer.parameters(self.ddp)))
         join = Join(
             [self.ddp, *listed, self],
             enable=enable,
             throw_on_early_termination=throw,
-            timeout=self._timeout,
+            timeout=self.timeout,
             divide_by_initial_world_size=False,
         )
         with replaced(self, "_join", join if enable else None), join:

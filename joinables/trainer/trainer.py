@@ -33,7 +33,7 @@ from joinables.trainer.arguments import REST, check_choice, check_kinds, lacking
 from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, checkpoint_io_of, load, load_checkpoint
 from joinables.trainer.data import order_seed
 from joinables.trainer.files import temporary_folder
-from joinables.trainer.launch import RESULT, Environment, launcher_of, write
+from joinables.trainer.launch import RESULT, Environment, Place, launcher_of, write
 from joinables.trainer.loggers import Logs, loggers_of
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
@@ -540,10 +540,10 @@ class Outcome(NamedTuple):
             Rescue(self.folder, FileCheckpointIO()).keep(error, self.state)
 
 
-def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Outcome:
+def work(place: Place, trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Outcome:
     """Do one rank's part of a run; called on all ranks."""
     strategy, device, outcome = trainer.strategy, torch.device("cpu"), None
-    strategy.setup()
+    strategy.setup(place.rank, place.world_size)
     try:
         device = trainer.device_of(strategy.collective.rank)
         if device.type != "cpu":
@@ -585,7 +585,7 @@ def _outcome(
     state = extras = None
     trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
     try:
-        with keeping_modes(module), _calling_callbacks(run), ending_forks():
+        with keeping_modes(module), _watched(run), ending_forks():
             run.set_up(prepares=trainer.local_rank == 0)
             if isinstance(run, Fit):
                 run.start(**loaders)
@@ -620,32 +620,43 @@ def _outcome(
 
 
 @contextmanager
-def _calling_callbacks(run: Run) -> Generator[None]:
-    """Return a context that calls the callbacks' ``on_start``, ``on_exception`` if it raises, and the last hooks.
+def _watched(run: Run) -> Generator[None]:
+    """Return the context of a run, which is a block of all ranks, with the callbacks' first and last hooks.
 
-    All last hooks are called, whatever raises. The context raises the first exception, which is the cause.
+    All last hooks are called, whatever raises. The context raises the first exception, which is the cause. The other
+    ranks are sent it before these hooks.
     """
-    raised, stage = list[BaseException](), run.task.stage
+    trainer, module, stage, raised = run.trainer, run.module, run.task.stage, list[BaseException]()
 
-    def finish(hook: Callable[..., object], *args: Any) -> None:
+    def attempt(call: Callable[..., object], *args: Any) -> None:
         try:
-            hook(*args)
-        except Exception as error:
-            if raised:
-                logger.exception("a hook raised after the run had raised")
-            raised.append(error)
+            call(*args)
+        except BaseException as error:
+            fail(error)
 
+    def fail(error: BaseException) -> None:
+        run.apart = "a run that has raised an error"
+        raised.append(error)
+        if len(raised) > 1:
+            return logger.error("a hook raised after the run had raised", exc_info=error)
+        try:
+            trainer.strategy.close(error)
+        except BaseException as cause:
+            raised[0] = cause
+        return None
+
+    trainer.strategy.open([run.snapshots])
     try:
         run.call("on_start", stage)
         run.takes_metrics = stage != "predict"
         yield
     except BaseException as error:
-        run.apart = "a run that has raised an error"
-        raised.append(error)
+        fail(error)
     run.takes_metrics = False
     for name, *args in (("on_exception", *raised), ("on_end", stage), ("teardown", stage)):
-        for callback in run.trainer.callbacks if args else ():
-            finish(getattr(callback, name), run.trainer, run.module, *args)
-    finish(run.module.teardown, stage)
+        for callback in trainer.callbacks if args else ():
+            attempt(getattr(callback, name), trainer, module, *args)
+    attempt(module.teardown, stage)
+    attempt(trainer.strategy.close)
     if raised:
         raise raised[0]

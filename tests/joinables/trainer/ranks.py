@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from joinables.trainer import DDPStrategy, Strategy, Trainer
+from joinables.trainer.launch import Place
 
 
 class InPlace(DDPStrategy):
@@ -18,7 +19,8 @@ class InPlace(DDPStrategy):
 
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
         assert world_size == dist.get_world_size()
-        return fn(*args)
+        rank = dist.get_rank()
+        return fn(Place(rank, world_size, rank), *args)
 
 
 def trainer(*, strategy: dict[str, Any] | None = None, **options: Any) -> Trainer:

@@ -16,14 +16,16 @@ and a step with several backwards passes the gate once for each of them::
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, get_args
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typing_extensions import override
 
@@ -36,7 +38,15 @@ from joinables._torch.objects import mark_stepped
 from joinables.loss_gate import LossGate, leaves_of
 from joinables.modules import replaced
 from joinables.trainer.arguments import REST
-from joinables.trainer.launch import ClusterEnvironment, Environment, Launcher, Place, StartMethod, environment_of
+from joinables.trainer.launch import (
+    ClusterEnvironment,
+    Launcher,
+    Place,
+    StartMethod,
+    environment_of,
+    launcher_of,
+    node_of,
+)
 from joinables.trainer.metrics import Reduction
 
 if TYPE_CHECKING:
@@ -62,19 +72,41 @@ class Strategy:
     """Report on the ranks in the last block, which is an epoch."""
     timeout: float | None = None
     """Seconds that a rank waits for the others in a run; ``None`` for no limit."""
-    worker_logs: Path | None = None
-    """Folder for the output of processes that this strategy starts; the trainer sets it before ``launch``."""
-    environment: Environment | None = None
-    """Place of this process, if the user has passed a cluster environment."""
 
     def __init__(self) -> None:
         self._module = torch.nn.Module()  # the module that is trained
         self._unit = self._window = 0.0  # the window's first weight, and the sum of its weights divided by the first
         self._whole: Join | None = None  # the block of the run
 
-    def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run ``fn(place, *args)`` on all ranks, each with its :class:`Place`, and return rank 0's result."""
-        return fn(Place(0, 1, 0), *args)
+    def place(self, world_size: int) -> Place | None:
+        """Return the place of this process in a run, if all processes of the run exist already.
+
+        Args:
+            world_size: The number of processes that the user wants.
+        """
+        return None
+
+    def launch(self, fn: Callable[..., Any], *args: Any, world_size: int, **how: Any) -> Any:
+        """Run ``fn(*args)`` on all ranks, and return the result of rank 0.
+
+        Args:
+            fn: The function.
+            *args: Its arguments. The class ``Place`` among them becomes the :class:`Place` of the rank.
+            world_size: The number of ranks.
+            **how: ``num_nodes``, the type of device ``accelerator``, and ``worker_logs``, the folder for the output of
+                processes that are started.
+        """
+        place = self.place(world_size) or Place(0, 1, 0)
+        return fn(*(place if arg is Place else arg for arg in args))
+
+    def device(self, accelerator: str, place: Place) -> torch.device:
+        """Return the device on which a process computes; ``accelerator`` is its type."""
+        if accelerator == "cpu":
+            return torch.device("cpu")
+        # Some launchers let each process see only its own GPU.
+        device = torch.device(accelerator, place.local_rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device)
+        return device
 
     def make_collective(self) -> Collective:
         """Return the collective of the ranks, which ``setup`` connects."""
@@ -241,7 +273,7 @@ class Strategy:
         It is called last in a run, on all ranks, even if the run raised. The other ranks may be gone then, so it must
         not wait for them.
         """
-        self._module = torch.nn.Module()
+        self._module, self._window = torch.nn.Module(), 0.0
         self.collective.teardown()
         del self.collective
 
@@ -260,6 +292,9 @@ class DDPStrategy(Strategy):
 
     Args:
         start_method: How processes are started, if no launcher has started them.
+        sync_batchnorm: Whether BatchNorm layers use the samples of all ranks in a fit, as ``torch.nn.SyncBatchNorm``,
+            which needs GPUs. Afterwards, the module has its own layers again. All ranks have the same number of
+            batches then.
         find_unused_parameters: As in DDP. ``None`` is ``False``, but ``True`` under manual optimization, where a
             backward may reach only a part of the parameters. If all backwards reach all of them, torch reports that on
             stderr; then pass ``False``. With ``False``, parameters may be frozen and unfrozen between epochs only.
@@ -281,6 +316,7 @@ class DDPStrategy(Strategy):
         self,
         start_method: StartMethod = "spawn",
         *,
+        sync_batchnorm: bool = False,
         find_unused_parameters: bool | None = None,
         shard_optimizers: bool = False,
         ddp_comm_state: object = None,
@@ -291,10 +327,12 @@ class DDPStrategy(Strategy):
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
-        self.environment = None if cluster_environment is None else environment_of(cluster_environment)
+        self._environment = None if cluster_environment is None else environment_of(cluster_environment)
         self.start_method: StartMethod = start_method
         self.shards_optimizers = shard_optimizers
-        self._find_unused = find_unused_parameters
+        self._find_unused, self._finds_unused = find_unused_parameters, False
+        self.sync_batchnorm = sync_batchnorm
+        self._converted: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []  # owners, names and former layers
         self._hook = (ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
         self.timeout, self._ddp_kwargs = timeout, ddp_kwargs
         self.ddp: DistributedDataParallel | None = None
@@ -303,11 +341,27 @@ class DDPStrategy(Strategy):
         self._join: Join | None = None
 
     @override
-    def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
+    def place(self, world_size: int) -> Place | None:
+        environment = launcher_of(world_size, self._environment)
+        return None if environment is None else environment.place
+
+    @override
+    def launch(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        num_nodes: int = 1,
+        accelerator: str = "cpu",
+        worker_logs: Path | None = None,
+        **how: Any,
+    ) -> Any:
         backend = "gloo"
         if accelerator != "cpu":
             backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
-        options: dict[str, Any] = {"worker_logs": self.worker_logs, "environment": self.environment}
+        options: dict[str, Any] = {"worker_logs": worker_logs, "environment": self._environment}
+        if num_nodes > 1:
+            options["node"] = node_of(world_size // num_nodes, num_nodes, os.environ)
         return Launcher(world_size, start_method=self.start_method, backend=backend, **options).launch(fn, *args)
 
     @override
@@ -317,10 +371,13 @@ class DDPStrategy(Strategy):
     @override
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
         super().wrap(module, device, several_backwards=several_backwards)
+        if self.sync_batchnorm:
+            self._convert(module)
         # A reducer reduces the parameters that require grad when it is made. In each backward it waits for all of them,
         # or it finds the unused ones. Only in the latter case may it have parameters that are frozen at times: those of
         # the optimizers, and all that it has had before.
         finds_unused = several_backwards if self._find_unused is None else self._find_unused
+        self._finds_unused = finds_unused
         kept = {*map(id, held), *(part[0] for part in self._wrapped[1:] if part[-1])} if finds_unused else set[int]()
         each = ((id(p), p.dtype, p.device, p.requires_grad or id(p) in kept) for p in module.parameters())
         key = (id(dist.group.WORLD), *each)
@@ -378,6 +435,8 @@ class DDPStrategy(Strategy):
             with contextlib.nullcontext() if sync else self.ddp.no_sync():
                 gated = self.ddp(loss)
                 (gated if self._join is None else self._join.scale(gated)).backward(**options)
+            if sync and not self._finds_unused and not reducer.has_finished(self.ddp):
+                self._refuse_unused({p for p in self._module.parameters() if p.grad is not None}, None)
         except RuntimeError as error:  # an error of torch in the next forward, or of a block
             if "Expected to have finished reduction" in str(error) or "J473" in str(error):
                 self._refuse_unused(leaves_of(loss), error)
@@ -397,8 +456,21 @@ class DDPStrategy(Strategy):
             " requires_grad_(False). [J640]"
         ) from error
 
+    def _convert(self, module: torch.nn.Module) -> None:
+        """Replace the BatchNorm layers of a module by layers that use the samples of all ranks."""
+        for owner in list(module.modules()):
+            for name, layer in owner.named_children():
+                if isinstance(layer, BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm):
+                    setattr(owner, name, cast("Any", torch.nn.SyncBatchNorm).convert_sync_batchnorm(layer))
+                    self._converted.append((owner, name, layer))
+
     @override
     def teardown(self) -> None:
+        for owner, name, layer in self._converted:
+            synced = getattr(owner, name)
+            layer._parameters, layer._buffers = synced._parameters, synced._buffers  # pyright: ignore[reportPrivateUsage]
+            setattr(owner, name, layer.train(synced.training))
+        self._converted = []
         super().teardown()
         self.ddp, self._wrapped = None, ()
 
@@ -435,10 +507,19 @@ def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
 _zero = partial(DDPStrategy, shard_optimizers=True)
 _finds_unused = partial(DDPStrategy, find_unused_parameters=True)
 
+
+def _own(name: str) -> Strategy:
+    from joinables.trainer import own  # which imports this file
+
+    return getattr(own, name)()
+
+
 _registry: dict[str, tuple[Callable[[], Strategy], str]] = {
     "single": (Strategy, "one process, no wrapper"),
     "ddp": (DDPStrategy, "DDP; processes are spawned, unless a launcher has started them"),
     "ddp_spawn": (DDPStrategy, "the same as ddp"),
+    "horovod": (partial(_own, "HorovodStrategy"), "the ranks of horovodrun, and Horovod's operations"),
+    "xla": (partial(_own, "XLAStrategy"), "the ranks of torch_xla.launch, such as TPU cores, and XLA's operations"),
     "ddp_fork": (lambda: DDPStrategy("fork"), "DDP in forked processes: in notebooks, before anything was computed"),
     "ddp_forkserver": (lambda: DDPStrategy("forkserver"), "DDP in processes that a server forks"),
     "ddp_zero": (

@@ -17,10 +17,12 @@ from joinables.trainer.launch import Place
 class InPlace(DDPStrategy):
     """Runs in the process group that is there."""
 
-    def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
+    def place(self, world_size: int) -> Place:
+        return Place(dist.get_rank(), dist.get_world_size(), dist.get_rank())
+
+    def launch(self, fn: Callable[..., Any], *args: Any, world_size: int, **how: Any) -> Any:
         assert world_size == dist.get_world_size()
-        rank = dist.get_rank()
-        return fn(Place(rank, world_size, rank), *args)
+        return Strategy.launch(self, fn, *args, world_size=world_size)
 
 
 def trainer(*, strategy: dict[str, Any] | None = None, **options: Any) -> Trainer:

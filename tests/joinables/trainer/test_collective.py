@@ -96,8 +96,9 @@ class OverOwn(Strategy):
     collective: Own  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @override
-    def launch(self, world_size: int, accelerator: str, fn: Any, *args: Any) -> Any:
-        return fn(Place(dist.get_rank(), world_size, dist.get_rank()), *args)
+    @override
+    def place(self, world_size: int) -> Place:
+        return Place(dist.get_rank(), dist.get_world_size(), dist.get_rank())
 
     @override
     def make_collective(self) -> Collective:

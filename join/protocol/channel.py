@@ -194,6 +194,10 @@ class Channel:
             self.headers.apply(self.headers.last)
         self._set_roster(Roster((*self.roster.scopes, scope), self.collective.world_size))
         outer = self.place
+        if not outer.step.in_loop:
+            # All ranks enter with data, even after another block in the same one, which some left early. And the last
+            # unit may come from a small batch at its end.
+            self.headers.leader, self.scaling.unit = 0, 1.0
         self.place = self._places[scope] = outer if outer.step.in_loop else Place(loop=outer.loop)
 
     def agree(self) -> None:

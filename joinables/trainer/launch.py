@@ -57,6 +57,7 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,7 @@ from torch.distributed.distributed_c10d import BackendConfig
 from typing_extensions import override
 
 from join import JoinTimeoutError, PeerError
+from join.collectives import collective_of
 from join.collectives._torch_private import let_go_before_exit
 from join.collectives.broken import is_broken
 from join.collectives.store import local_store
@@ -325,6 +327,9 @@ class _Job:
 
 
 # -- processes that a launcher has started ----------------------------------------------------------------------------
+
+_made: WeakSet[dist.ProcessGroup] = WeakSet()
+"""The process groups that launches have made in this process."""
 
 _served: dict[tuple[str, int], dist.TCPStore] = {}
 """The stores that this process serves as rank 0. They live until it ends, since other ranks may need them longer."""
@@ -716,9 +721,12 @@ def _as_rank(
         fn: The function.
         args: Its arguments.
     """
+    if dist.is_initialized() and dist.group.WORLD in _made and collective_of(None).kept.lost:
+        dist.destroy_process_group()  # a failure in an earlier launch, which all ranks have raised, has left it
     made = not dist.is_initialized()
     if made:
         dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **options)
+        _made.add(cast("dist.ProcessGroup", dist.group.WORLD))
     found = f"rank {dist.get_rank()} of {dist.get_world_size()}, backend {dist.get_backend_config()}"
     backend = BackendConfig(cast("dist.Backend", dist.Backend(options["backend"])))
     wanted = f"rank {place.rank} of {place.world_size}, backend {backend}"

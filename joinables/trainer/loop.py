@@ -88,7 +88,7 @@ class Fit(Run):
         trainer, module, ranks = self.trainer, self.module, self.collective.world_size
         trainer.strategy.meet("begins a fit")
         seed, state = self.task.seed, self.task.saved
-        if self.is_at_home:  # processes that were started all have the same task
+        if self.is_at_home or trainer.num_nodes > 1:  # processes that one process has started all have its task
             seed, state = broadcast_tree(self.collective, (seed, state), 0)
         self._loader = share(train_loader, self.collective, seed)
         self.position.sampler = sampler_of(self._loader)
@@ -393,16 +393,13 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
             run.shown.lengths = [known_length(local)]
         run.call("on_evaluation_start", stage)
         run.samples = 1  # values logged in a hook weigh the same on all ranks
-        getattr(module, f"on_{name}_start")()
         getattr(module, f"on_{name}_epoch_start")()
         samples = SampleCounter(module, local)
         with replaced(run, "apart", f"a batch of {name}"):
             for index, batch in enumerate(rng.iterate(local)):
                 batch = run.take(batch, samples(batch, index))
-                getattr(module, f"on_{name}_batch_start")(batch, index)
                 with run.autocast():
                     output = getattr(module, f"{name}_step")(batch, index)
-                getattr(module, f"on_{name}_batch_end")(output, batch, index)
                 run.call("on_evaluation_batch_end", output, batch, index, stage)
                 if stage == "predict":
                     outputs.append(map_tensors(_on_cpu, output))
@@ -411,7 +408,6 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
         metrics = run.reduce_metrics()
         run.store.clear()
         parts = gather_on_first(run.collective, outputs)
-        getattr(module, f"on_{name}_end")()
         run.call("on_evaluation_end", stage)
         metrics.update(run.reduce_metrics())
     if local is loader:

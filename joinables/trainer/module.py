@@ -16,9 +16,7 @@ The order of calls (``*`` is ``validation``, ``test`` or ``predict``)::
                   on_train_epoch_end
     on_train_end
 
-    on_*_start, on_*_epoch_start
-      a batch       on_*_batch_start, *_step, on_*_batch_end
-    on_*_epoch_end, on_*_end
+    on_*_epoch_start, *_step for each batch, on_*_epoch_end
 
     results_to_return on rank 0
     teardown
@@ -181,59 +179,23 @@ class TrainModule(torch.nn.Module):
     def on_train_end(self) -> None:
         """Called after the last epoch of a fit."""
 
-    def on_validation_start(self) -> None:
-        """Called before a validation."""
-
     def on_validation_epoch_start(self) -> None:
         """Called before the validation batches."""
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before a validation step."""
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a validation step."""
 
     def on_validation_epoch_end(self) -> None:
         """Called after the validation batches, before their metrics are averaged."""
 
-    def on_validation_end(self) -> None:
-        """Called after a validation; ``trainer.callback_metrics`` is up to date."""
-
-    def on_test_start(self) -> None:
-        """Called before a test."""
-
     def on_test_epoch_start(self) -> None:
         """Called before the test batches."""
-
-    def on_test_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before a test step."""
-
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a test step."""
 
     def on_test_epoch_end(self) -> None:
         """Called after the test batches, before their metrics are averaged."""
 
-    def on_test_end(self) -> None:
-        """Called after a test; ``trainer.callback_metrics`` is up to date."""
-
-    def on_predict_start(self) -> None:
-        """Called before a prediction."""
-
     def on_predict_epoch_start(self) -> None:
         """Called before the batches of a prediction."""
 
-    def on_predict_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before a predict step."""
-
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a predict step."""
-
     def on_predict_epoch_end(self) -> None:
         """Called after the batches of a prediction."""
-
-    def on_predict_end(self) -> None:
-        """Called after a prediction."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add entries to a checkpoint."""
@@ -594,26 +556,23 @@ def check_callback(callback: Any) -> None:
 
 
 def warn_of_own_state(objects: Sequence[TrainModule | Callback]) -> None:
-    """Warn of tensors that hooks of batches may change, and that a rank out of data does not receive afterwards."""
+    """Warn of modules that hooks of batches may change, and that a rank out of data does not receive afterwards."""
     own = vars(torch.nn.Module())
     for each in objects:
         base: Any = TrainModule if isinstance(each, TrainModule) else Callback
-        changes = any(
-            getattr(type(each), hook) is not getattr(base, hook)
-            for hook in ("on_train_batch_start", "on_train_batch_end")
-        )
+        hooks = "on_train_batch_start", "on_train_batch_end"
+        changes = any(getattr(type(each), hook) is not getattr(base, hook) for hook in hooks)
         if not changes or (base is Callback and type(each).state_dict is not Callback.state_dict):
             continue
-        kinds = torch.Tensor, torch.nn.Module
         held = [
             name
             for name, value in vars(each).items()
-            if name not in own and any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value))
+            if name not in own and any(isinstance(leaf, torch.nn.Module) for leaf in pytree.tree_leaves(value))
         ]
         if held:
             warnings.warn(
                 f"Ranks with fewer batches have called hooks of {type(each).__name__} less often, so"
-                f" {', '.join(held)} may differ between ranks. Keep these tensors in buffers or parts of the module, or"
+                f" {', '.join(held)} may differ between ranks. Make them parts of the module, or"
                 " return them from state_dict of the callback, which a rank out of data then loads.",
                 stacklevel=2,
             )

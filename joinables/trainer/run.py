@@ -63,6 +63,7 @@ class TrainerState:
     """Number of optimizer steps, over all fits of the module."""
     strategy: Strategy
     accelerator: str
+    num_nodes: int
     callbacks: list[Callback]
     dtype: torch.dtype
     seed: int | None

@@ -173,6 +173,7 @@ class Trainer(TrainerState):
             )
         self.checkpoint_io = checkpoint_io_of(checkpoint_io)
         logs_of_workers = None if worker_logs is None else Path(worker_logs).absolute()
+        self.num_nodes = num_nodes
         self._how = {"num_nodes": num_nodes, "accelerator": self.accelerator, "worker_logs": logs_of_workers}
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:

@@ -39,3 +39,11 @@ def free_port() -> int:
         with socket.socket() as one, suppress(OSError):
             one.bind(("127.0.0.1", random.randrange(20000, 30000)))
             return one.getsockname()[1]
+
+
+def new_group() -> None:
+    """Make a new process group on all ranks, as is needed after a failure."""
+    if dist.is_initialized():
+        rank, ranks, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore("new", store), rank=rank, world_size=ranks)

@@ -186,7 +186,7 @@ def test_torchs_collective_with_more(tmp_path: Path, kind: type[Classifier]) -> 
         assert_same(flat_state(module.state_dict()), flat_state(alone.state_dict()), TOLERANCE)
     lines = strategy.closed.read_text().splitlines()
     assert sorted(line[:2] for line in lines) == ["0 ", "1 "]
-    assert all(int(line.split()[-1]) > 2 for line in lines)
+    assert all(int(line.split()[-1]) > 0 for line in lines)
 
 
 class Exchanges(Classifier):
@@ -246,7 +246,8 @@ class Stream:
     """Of unknown length; the third rank has one batch, and the others two."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(loader(8 if dist.get_rank() < 2 else 4, 4))
+        rank = dist.get_rank()
+        return iter(list(loader(20, 4))[rank::3])
 
 
 STOP = {"uneven": "stop"}

@@ -500,7 +500,7 @@ def test_an_exception_that_is_too_long_for_a_full_disk(capfd: pytest.CaptureFixt
 
 
 def test_a_result_that_does_not_fit() -> None:
-    with pytest.raises(OSError, match=r"File too large: '.*/joinables-.*/result'"):
+    with pytest.raises(OSError, match=r"File too large: '.*/joinables-.*/result-0'"):
         local().launch(returns_on_a_full_disk)
 
 

@@ -241,7 +241,7 @@ class Unreadable(Extra):
 def test_an_extra_state_that_cannot_be_sent(tmp_path: Path, kind: type[Extra]) -> None:
     with pytest.raises((NotPicklable, ZeroDivisionError)):
         Trainer(devices=2, default_root_dir=tmp_path).fit(kind(), loader(6))
-    assert trained(tmp_path).keys() == dict(Classifier().named_parameters()).keys()
+    assert trained(tmp_path).keys() >= dict(Classifier().named_parameters()).keys()
 
 
 def test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure(

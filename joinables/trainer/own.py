@@ -26,7 +26,7 @@ from join.collectives.horovod import HorovodCollective
 from join.collectives.xla import XLACollective
 from join.joinable import Burst, OnGroup
 from joinables.trainer.launch import Place
-from joinables.trainer.strategy import Strategy
+from joinables.trainer.strategy import Strategy, register_strategy
 
 
 class Gradients(OnGroup, Burst):
@@ -161,3 +161,7 @@ class XLAStrategy(CollectiveStrategy):
     @override
     def make_collective(self) -> Collective:
         return XLACollective()
+
+
+register_strategy("horovod", HorovodStrategy, "the ranks of horovodrun, and Horovod's operations")
+register_strategy("xla", XLAStrategy, "the ranks of torch_xla.launch, such as TPU cores, and XLA's operations")

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, get_args
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typing_extensions import override
 
@@ -409,6 +408,10 @@ class DDPStrategy(Strategy):
                 for stepped in listed
             ]
         assert self.ddp is not None
+        if self.sync_batchnorm:  # whose messages no rank could shadow: all ranks have equally many batches
+            self.report = JoinReport()
+            yield
+            return
         enable = enable or self.timeout is not None  # a block that does nothing has no timeout
         known = set(map(id, reducer.parameters(self.ddp)))
         join = Join(
@@ -434,13 +437,26 @@ class DDPStrategy(Strategy):
         try:
             with contextlib.nullcontext() if sync else self.ddp.no_sync():
                 gated = self.ddp(loss)
+                if self.sync_batchnorm and weight is not None:
+                    gated, self._window = gated * weight, self._window + weight
                 (gated if self._join is None else self._join.scale(gated)).backward(**options)
+            if sync and self.sync_batchnorm and weight is not None:
+                self._divide()
             if sync and not self._finds_unused and not reducer.has_finished(self.ddp):
                 self._refuse_unused({p for p in self._module.parameters() if p.grad is not None}, None)
         except RuntimeError as error:  # an error of torch in the next forward, or of a block
             if "Expected to have finished reduction" in str(error) or "J473" in str(error):
                 self._refuse_unused(leaves_of(loss), error)
             raise
+
+    def _divide(self) -> None:
+        """Make means over all samples of means over ranks, in a step whose batches have weights."""
+        total = torch.tensor(self._window, dtype=torch.float64, device="cpu")
+        self.collective.finish(self.collective.all_reduce(total))
+        for parameter in self._module.parameters():
+            if parameter.grad is not None and total:
+                parameter.grad.mul_(self.collective.world_size / total.item())
+        self._window = 0.0
 
     def _refuse_unused(self, used: Set[torch.Tensor], error: RuntimeError | None) -> NoReturn:
         """Raise an error that names the parameters that a loss has not reached."""
@@ -460,7 +476,7 @@ class DDPStrategy(Strategy):
         """Replace the BatchNorm layers of a module by layers that use the samples of all ranks."""
         for owner in list(module.modules()):
             for name, layer in owner.named_children():
-                if isinstance(layer, BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm):
+                if isinstance(layer, (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)):
                     setattr(owner, name, cast("Any", torch.nn.SyncBatchNorm).convert_sync_batchnorm(layer))
                     self._converted.append((owner, name, layer))
 
@@ -468,7 +484,8 @@ class DDPStrategy(Strategy):
     def teardown(self) -> None:
         for owner, name, layer in self._converted:
             synced = getattr(owner, name)
-            layer._parameters, layer._buffers = synced._parameters, synced._buffers  # pyright: ignore[reportPrivateUsage]
+            for part, tensor in (*synced.named_parameters(), *synced.named_buffers()):  # which may be on another device
+                setattr(layer, part, tensor)
             setattr(owner, name, layer.train(synced.training))
         self._converted = []
         super().teardown()
@@ -507,19 +524,10 @@ def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
 _zero = partial(DDPStrategy, shard_optimizers=True)
 _finds_unused = partial(DDPStrategy, find_unused_parameters=True)
 
-
-def _own(name: str) -> Strategy:
-    from joinables.trainer import own  # which imports this file
-
-    return getattr(own, name)()
-
-
 _registry: dict[str, tuple[Callable[[], Strategy], str]] = {
     "single": (Strategy, "one process, no wrapper"),
     "ddp": (DDPStrategy, "DDP; processes are spawned, unless a launcher has started them"),
     "ddp_spawn": (DDPStrategy, "the same as ddp"),
-    "horovod": (partial(_own, "HorovodStrategy"), "the ranks of horovodrun, and Horovod's operations"),
-    "xla": (partial(_own, "XLAStrategy"), "the ranks of torch_xla.launch, such as TPU cores, and XLA's operations"),
     "ddp_fork": (lambda: DDPStrategy("fork"), "DDP in forked processes: in notebooks, before anything was computed"),
     "ddp_forkserver": (lambda: DDPStrategy("forkserver"), "DDP in processes that a server forks"),
     "ddp_zero": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def trials(rank: int, port: int, folder: Path, results: Any) -> None:
         Trainer(**OPTIONS).fit(Prunes(), loader(18, 6))
     module = Classifier()
     Trainer(**OPTIONS).fit(module, loader(18, 6))
-    results.put((rank, flat_state(module.state_dict())))
+    results.put(pickle.dumps((rank, flat_state(module.state_dict()))))
 
 
 def test_a_fit_under_a_launcher_after_one_that_all_ranks_have_ended(tmp_path: Path, server: None) -> None:
@@ -151,7 +152,7 @@ def started(fn: Any, folder: Path) -> list[Any]:
         for process in processes:
             process.kill()
             process.join()
-    return sorted([results.get(), results.get()], key=lambda result: result[0])
+    return sorted([pickle.loads(results.get()), pickle.loads(results.get())], key=lambda result: result[0])
 
 
 def parent(node: int, port: int, folder: Path, results: Any) -> None:
@@ -164,7 +165,7 @@ def parent(node: int, port: int, folder: Path, results: Any) -> None:
     run.max_epochs = 3
     run.fit(module, loader(18, 6))
     outputs = Trainer(**{**OPTIONS, **options}).predict(home, loader(18, 6))
-    results.put((node, module.ranks, flat_state(module.state_dict()), run.global_step, len(outputs)))
+    results.put(pickle.dumps((node, module.ranks, flat_state(module.state_dict()), run.global_step, len(outputs))))
 
 
 def test_two_nodes(tmp_path: Path, server: None) -> None:

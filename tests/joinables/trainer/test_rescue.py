@@ -125,7 +125,7 @@ class Fails(Callback):
         if self.where == f"interrupt of rank {trainer.global_rank}":
             raise KeyboardInterrupt
         if self.where == "Ctrl-C" and trainer.global_rank == 1:
-            while not list(Path(tempfile.gettempdir()).glob("*/result-*")):
+            while not list(Path(tempfile.gettempdir()).glob("*/snapshot")):
                 threading.Event().wait(0.01)
             os.kill(trainer.run.task.home, signal.SIGINT)
             threading.Event().wait()

@@ -24,7 +24,7 @@ def main() -> None:
     options = parser.parse_args()
     missing = [name for module, name in EXTRAS.items() if importlib.util.find_spec(module) is None]
     if missing:
-        sys.exit(f"The demo needs {' and '.join(missing)}: pip install 'joinables[demo]'")
+        sys.exit(f"The demo needs {' and '.join(missing)}: pip install '.[demo]', in the clone")
 
     from demo.experiment import run_experiment
     from demo.picture import draw

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,17 +51,24 @@ def drifted(outcome: Outcome) -> bool:
     return outcome.parameter_difference is None or outcome.parameter_difference > TOLERANCE
 
 
+def _say(what: str) -> None:
+    print(f"training {what} ...", file=sys.stderr, flush=True)
+
+
 def run_experiment(epochs: int) -> Experiment:
     """Run all trainings and compare them.
 
     ZeRO only shards Adam's state, so a single process with plain Adam is the reference for both optimizers.
     """
     torch.set_num_threads(1)
+    _say("a single process")
     alone, accuracy = train_alone(epochs)
     reference = alone.records[0]
+    _say(f"four ranks with PyTorch's Join: {' and '.join(STRATEGIES)}")
     by_hand = train_by_hand(epochs, [optimizer == "ZeRO(Adam)" for optimizer in STRATEGIES])
     outcomes: dict[OptimizerName, dict[JoinName, Outcome]] = {}
     for (optimizer, strategy), ranks in zip(STRATEGIES.items(), by_hand, strict=True):
+        _say(f"four ranks with this Join: {optimizer}")
         recorder = Recorder(STEPS)
         train(epochs, strategy, recorder)
         outcomes[optimizer] = {

@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "errors.md"
+COPY = ROOT / "joinables" / "errors.md"  # in the wheel, for python -m joinables explain
 FILES = sorted(path for package in ("join", "joinables") for path in (ROOT / package).rglob("*.py"))
 CODE = re.compile(r" ?\[(J\d{3})\]")
 NEXT_SENTENCE = re.compile(r"""(?<=[\w*)\]'"`][.?])\s+(?=[A-Z*`])""")
@@ -45,6 +46,7 @@ KINDS = {
     "J741": ["TypeError", "ValueError"],
     "J777": ["JoinError"],
     "J870": ["AttributeError"],
+    "J891": ["UserWarning"],
 }
 """Classes of the errors whose texts are not written where the error is raised."""
 TITLES = {
@@ -83,7 +85,7 @@ TOP = """# Errors
 
 The text of an error contains a code, such as `[J052]`. Search this page for your code. Each entry has the class of the
 error, the file that raises it, what happened, and what to do. A name in angle brackets, such as `<rank>`, stands for a
-value that differs from one error to the next.
+value that differs from one error to the next. `python -m joinables explain J052` prints one entry.
 
 Two kinds of error have no code of their own:
 
@@ -101,6 +103,7 @@ HEIRS = {
     **dict.fromkeys(("J006", "J008", "J019", "J071", "J465"), "J001"),
     **dict.fromkeys(("J007", "J009", "J069", "J070", "J072", "J464"), "J002"),
     **dict.fromkeys(("J054", "J469", "J563", "J686", "J735"), "J055"),
+    **dict.fromkeys(("J136", "J137", "J138", "J831"), "J121"),
     **{"J118": "J128", "J129": "J291", "J133": "J126", "J602": "J521"},
     **{
         "J114": "J802",
@@ -327,4 +330,5 @@ def prose(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for place in (PAGE, COPY):
+        place.write_text(page())

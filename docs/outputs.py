@@ -7,14 +7,10 @@ of a saved output with a run.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pty
-import re
 import subprocess
 import sys
 import tempfile
-import termios
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -56,33 +52,6 @@ def run_demo() -> None:
     (OUTPUTS / "demo.txt").write_text(output.partition("\nWrote ")[0])
 
 
-def run_screen() -> None:
-    """Save the lines that tutorial 15 leaves on a terminal with 100 columns."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (50, 100))
-    ways = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "tutorials/15_project.py"]
-    with subprocess.Popen(command, cwd=ROOT, env=ways, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        screen = b""
-        with contextlib.suppress(OSError):  # the last process has closed the terminal
-            while read := os.read(ours, 1 << 16):
-                screen += read
-    os.close(ours)
-    if process.returncode:
-        sys.exit(f"{command} ended with {process.returncode}")
-    lines = re.sub(r"\x1b\[[0-9;]*[A-Z]", "\n", screen.decode()).replace("\r\n", "\n").split("\n")
-    lines = [line.rpartition("\r")[2].rstrip() for line in lines]
-    # The bar of a validation is removed when it ends, and the cursor goes back to the bar of the epoch.
-    replaced = re.compile(r"validate|.* ranks\]$|$")
-    kept = "\n".join(line for line in lines if not replaced.match(line))
-    kept = re.sub(r"/\S*/tmp\w+|/tmp/\w+", "runs", kept)
-    (OUTPUTS / "screen.txt").write_text(kept + "\n")
-    page = (DOCS / "trainer.md").read_text()
-    before, mark, after = page.partition('```text title="Terminal"\n')
-    (DOCS / "trainer.md").write_text(f"{before}{mark}{kept}\n```{after.partition('```')[2]}")
-
-
 def main(*names: str) -> None:
     """Run the scripts of these names, or all scripts and the demo."""
     for script in scripts():
@@ -94,9 +63,6 @@ def main(*names: str) -> None:
     if not names or "demo" in names:
         print("demo", flush=True)
         run_demo()
-    if not names or "screen" in names:
-        print("screen", flush=True)
-        run_screen()
 
 
 if __name__ == "__main__":

@@ -27,11 +27,10 @@ BESIDE = {
 
 NAVIGATION: dict[str, Any] = {
     "Home": "index.md",
-    "My job hangs": "hang.md",
+    "My job hangs or fails": "hang.md",
     "Getting started": "start.md",
     "Convert a real script": "convert.md",
-    "How it works": "concepts.md",
-    "Choosing plain or iterate": "choosing.md",
+    "Plain block or join.iterate": "choosing.md",
     "Guides": {
         "The plain block": "block.md",
         "Loops with collectives: join.iterate": "iterate.md",
@@ -46,54 +45,56 @@ NAVIGATION: dict[str, Any] = {
         "Lightning and Fabric": "frameworks/lightning.md",
         "Accelerate": "frameworks/accelerate.md",
         "Transformers": "frameworks/transformers.md",
-        "Ray": "frameworks/ray.md",
-        "Any other": "frameworks/other.md",
+        "Ray and others": "frameworks/other.md",
     },
-    "Engines": {
-        "Overview": "engines.md",
-        "DeepSpeed": "howto/deepspeed_zero.md",
-        "FSDP1": "howto/fsdp1.md",
-        "FSDP2: generate()": "howto/generate_fsdp2.md",
-        "FSDP2: evaluation": "howto/evaluate_fsdp2.md",
-        "Pipeline parallelism": "howto/pipeline_parallel.md",
-        "Expert parallelism": "howto/expert_parallel.md",
-        "HSDP and tensor parallelism": "howto/device_meshes.md",
-        "Optimizers that shard themselves": "howto/sharded_optimizer.md",
-        "Engines that count micro-batches": "howto/counting_engine.md",
-    },
-    "Horovod and PyTorch/XLA": "backends.md",
-    "Recipes": {},  # the other recipes
+    "Engines: DeepSpeed, Horovod and others": "engines.md",
+    "Recipes": {},  # all scripts in recipes
     "Tutorials": {"The demo": "howto/demo.md"},  # and all scripts and notebooks in tutorials
-    "When it goes wrong": {
-        "Failures": "failures.md",
-        "Interrupted everywhere": "interrupted.md",
-        "Errors": "errors.md",
-        "Profiling": "profiling.md",
-        "Checking a machine": "check.md",
-        "Index of limits": "limits.md",
-    },
+    "Errors": "errors.md",
+    "Support matrix and versions": "support.md",
     "Performance": "performance.md",
-    "Support matrix": "support.md",
-    "Reference": {
-        "Join": "api/join.md",
-        "Joinables": "api/joinables.md",
-        "Testing": "api/testing.md",
-        "The trainer": "api/trainer.md",
-        "Frameworks": "api/integrations.md",
-        "Collectives": "api/collectives.md",
-    },
+    "Reference": {"Join": "api/join.md", "Joinables, testing, trainer": "api/joinables.md"},
     "Extending": {"Custom joinables": "joinable.md", "For framework authors": "authors.md"},
     "Project": {
-        "Glossary": "glossary.md",
         "Architecture": "architecture.md",
-        "Migrating": "migrate.md",
-        "Versions": "versions.md",
         "Contributing": "contributing.md",
         "Security": "security.md",
         "Changelog": "changelog.md",
     },
 }
 """Titles and pages, in order. The navigation skips pages that do not exist."""
+
+HEIRS = {
+    "api/collectives": "api/join.html#collectives",
+    "api/integrations": "api/joinables.html#frameworks",
+    "api/testing": "api/joinables.html#testing",
+    "api/trainer": "api/joinables.html#the-trainer",
+    "backends": "engines.html#horovod",
+    "check": "start.html#checking-a-machine",
+    "concepts": "choosing.html#what-happens",
+    "failures": "hang.html#when-a-rank-fails",
+    "frameworks/ray": "frameworks/other.html#ray-train",
+    "glossary": "choosing.html#words",
+    "howto/notebook": "howto/11_notebook.html",
+    "interrupted": "hang.html#on-entering-and-leaving",
+    "limits": "support.html",
+    "migrate": "convert.html#from-another-join",
+    "profiling": "hang.html#finding-the-slow-rank",
+    "versions": "support.html#versions",
+}
+"""For each page of an earlier version, the place that has its subject now."""
+
+HEIR = """\
+<!doctype html>
+<meta charset="utf-8">
+<title>Moved</title>
+<noscript><meta http-equiv="refresh" content="0; url={heir}"></noscript>
+<p>This page is a part of <a href="{heir}">another one</a> now.</p>
+<script>
+const [page, anchor] = "{heir}#".split("#"), own = location.hash.slice(1), known = {anchors};
+location.replace(`${{page}}#${{known.includes(own) ? own : anchor}}`);
+</script>
+"""
 
 
 def fenced(language: str, text: str) -> str:
@@ -105,17 +106,15 @@ def fenced(language: str, text: str) -> str:
 def page_of_script(script: Path) -> str:
     """Return the page of a tutorial or a recipe: an introduction, the code, and the output of a run.
 
-    The introduction is the page in ``docs/recipes``, if there is one, and otherwise the docstring.
+    The introduction is the docstring.
     """
     text = script.read_text()
     docstring = ast.get_docstring(ast.parse(text)) or script.stem
     code = text.partition('"""')[2].partition('"""')[2]
     output = output_of(script)
     first, _, rest = docstring.partition("\n")
-    own = DOCS / script.parent.name / f"{script.stem}.md"
-    head = own.read_text() if own.exists() else f"# {first.rstrip('.')}\n{rest}\n"
     name = script.relative_to(ROOT).as_posix()
-    parts = [head, f"## The script\n\n`{name}`:\n\n{fenced('python', code)}"]
+    parts = [f"# {first.rstrip('.')}\n{rest}\n", f"## The script\n\n`{name}`:\n\n{fenced('python', code)}"]
     if output.exists():
         parts.append(f"## What it prints\n\n{fenced('text', output.read_text())}")
     return "\n".join(parts)
@@ -145,7 +144,7 @@ def generated_pages() -> dict[str, str]:
         " once with this library's `Join` and once with PyTorch's. It compares both with a single process, and prints:"
         f"\n\n{fenced('text', demo)}\nIt draws `demo-out/timeline.png`:\n\n![The demo's picture](../demo.png)\n\n"
         "The tutorials are scripts. After `make demo`, run one with `.venv/bin/python tutorials/01_uneven_ddp.py`."
-        " Without `make demo`, first install the data that some of them use: `pip install 'joinables[demo]'`.\n"
+        " Without `make demo`, first install the data that some of them use, in the clone: `pip install '.[demo]'`.\n"
     )
     for script in scripts():
         found[f"howto/{script.stem}.md"] = page_of_script(script)
@@ -171,12 +170,8 @@ def title_of(text: str, path: str) -> str:
 
 
 def own_pages() -> dict[str, str]:
-    """Return the pages in ``docs``, by path, without introductions of recipes."""
-    return {
-        path.relative_to(DOCS).as_posix(): path.read_text()
-        for path in sorted(DOCS.rglob("*.md"))
-        if path.parent.name not in ("recipes", "outputs")
-    }
+    """Return the pages in ``docs``, by path."""
+    return {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 
 
 def navigation(pages: dict[str, str]) -> list[Any]:
@@ -213,8 +208,6 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages to the files of ``docs``. Mkdocs calls this."""
-    for file in [file for file in files if file.src_uri.startswith("recipes/")]:
-        files.remove(file)
     for path, text in generated_pages().items():
         files.append(File.generated(config, path, content=text))
     return files
@@ -223,3 +216,11 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the Markdown of a page with its links. Mkdocs calls this for each page."""
     return linked(markdown, page.file.src_uri)
+
+
+def on_post_build(config: Any) -> None:
+    """Write a page at each address of an earlier version, which leads to its heir. Mkdocs calls this last."""
+    for page, heir in HEIRS.items():
+        known = re.findall(r' id="([\w-]+)"', Path(config.site_dir, heir.partition("#")[0]).read_text())
+        path = Path(config.site_dir, f"{page}.html")
+        path.write_text(HEIR.format(heir="../" * page.count("/") + heir, anchors=json.dumps(known)))

@@ -50,8 +50,8 @@ from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
-from join.errors import JoinError, PeerError, ProtocolError, add_note
-from join.failure.guard import FORK, Peers
+from join.errors import JoinError, PeerError, add_note
+from join.failure.guard import ENTERS, FORK, Guard
 from join.joinable import Burst, Joinable, JoinConfig
 from join.loop import Loop
 from join.protocol.channel import Channel, Outcome
@@ -104,14 +104,14 @@ def _report_open_blocks() -> None:
         cause = None if error is None else guard.explain(error)
         try:
             if cause is None:
-                guard.peers.look_again()
+                guard.look_again()
         except JoinError as failure:
             cause = failure
         if cause is not None:
             sys.excepthook(type(cause), cause, None)
         else:
             never_left = JoinError("Its process ended inside a Join block. Call join.close() before that. [J582]")
-            guard.peers.post(error or never_left)
+            guard.post(error or never_left)
 
 
 def report_failed_entry(collective: Collective, error: BaseException) -> None:
@@ -120,9 +120,9 @@ def report_failed_entry(collective: Collective, error: BaseException) -> None:
     Nothing is sent inside another block on the group, because that block sends the error when it is left.
     """
     if collective.world_size > 1 and id(collective) not in channels:
-        peers = Peers(collective, Progress)
-        peers.post(error)
-        peers.watch.end()
+        guard = Guard(collective, Progress)
+        guard.post(error)
+        guard.watch.end()
 
 
 def _would_block(outer: Collective, inner: Collective) -> bool:
@@ -137,20 +137,18 @@ class _End(NamedTuple):
 
     Attributes:
         last: Whether the rank was among the last that had data.
-        headers: The number of headers that it sent.
         total_steps: The number of steps that it made by itself (``Joinable.own_steps``), over all joinables.
         own_steps: A digest of the numbers of these steps, by joinable.
         values: A digest of the values that should be equal on all ranks.
     """
 
     last: bool
-    headers: int
     total_steps: int = 0
     own_steps: int = 0
     values: int = 0
 
 
-_END = struct.Struct("<?4q")
+_END = struct.Struct("<?3q")
 
 
 class BlockAlone:
@@ -260,11 +258,11 @@ class OpenBlock:
             with profiled("enter"):
                 channel.begin_to_open(self.scope.timeout)
                 if not agreed and collective.world_size > 1:
-                    channel.guard.peers.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
+                    channel.guard.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
                 scopes = (*channel.roster.scopes, self.scope) if collective.world_size > 1 else ()
                 listed = [member.joinable for scope in scopes for member in scope.members]
                 values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self.scope.members]
-                message = channel.messages.start("entered Join", [*entered_with, f"joinables {VERSION}"], values)
+                message = channel.messages.start(ENTERS, [*entered_with, f"joinables {VERSION}"], values)
                 channel.open(self.scope)
                 if self._digest in agreed and len(channel.roster.scopes) == 1:
                     channel.headers.before_next = message
@@ -335,30 +333,33 @@ class OpenBlock:
             out_of_data_at = time.monotonic() if loop is None or loop.joined_at is None else loop.joined_at
             return self._finish(self.channel.drain(), out_of_data_at)
         except BaseException as failure:
-            self._fail(failure)  # other ranks may wait for this one
+            self._fail(failure, is_ours=True)  # other ranks may wait for this one
             raise
 
     def tell(self, error: BaseException) -> None:
         """Send ``error`` to the other ranks, unless all ranks raise it, or they were sent another error."""
-        peers = self.channel.guard.peers
-        if not (isinstance(error, JoinError) or peers.watch.block.own is not None):
-            peers.post(error)
+        guard = self.channel.guard
+        if not (isinstance(error, JoinError) or guard.watch.block.own is not None):
+            guard.post(error)
 
-    def _fail(self, error: BaseException) -> None:
-        """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one."""
+    def _fail(self, error: BaseException, *, is_ours: bool = False) -> None:
+        """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one.
+
+        The traceback of an error in this package's own code (``is_ours``) would only hide that cause.
+        """
         cause, step = self.channel.guard.fail(error), self.channel.place.step
         if isinstance(cause or error, PeerError) and 0 < step.contributors < self._collective.world_size:
             count = f"only {step.contributors} of {self._collective.world_size} ranks had data"
             add_note(cause or error, f"In this step of join.iterate, {count}. The others ran on dummy batches.")
         if cause is not None:
-            raise cause from error
+            raise cause from (error.with_traceback(None) if is_ours else error)
 
     def _finish(self, outcome: Outcome, out_of_data_at: float) -> Callable[[], JoinReport]:
         """Gather the report and synchronise state; called when all ranks are out of data."""
         collective = self._collective
         row = self._row(out_of_data_at)
         joinables = [member.joinable for member in self.scope.members]
-        end, values = _End(outcome.last, row.headers), list[tuple[str, Mapping[str, Any]]]()
+        end, values = _End(outcome.last), list[tuple[str, Mapping[str, Any]]]()
         if not outcome.shadowed:
             values, own_steps = values_of(joinables), [joinable.own_steps for joinable in joinables]
             end = end._replace(total_steps=sum(own_steps), own_steps=digest(repr(own_steps)), values=digest_of(values))
@@ -368,7 +369,7 @@ class OpenBlock:
             tensors = [tensor for joinable in joinables for tensor in joinable.own_tensors()]
             own = OwnTensors(collective, tensors, outcome.source, collective.kept.agreed[self._digest])
         with profiled("compare"):
-            rows = self.channel.guard.wait(work, "has left its block", work.rows)
+            rows = self.channel.guard.wait(work, "has left its block", work.total)
         ends = [_End(*_END.unpack_from(row)) for row in rows]
         outcome, keeps = self._compare(outcome, ends, values)
         self._restore_limit()  # because a copy of all state may take longer than a burst
@@ -404,14 +405,8 @@ class OpenBlock:
         Ranks that are out of data at the same time may have made different steps of their own. They are uneven then.
 
         Raises:
-            ProtocolError: If ranks sent different numbers of headers, or made the same steps and hold different values.
+            ProtocolError: If ranks made the same steps and hold different values.
         """
-        if len({end.headers for end in ends}) > 1:
-            raise ProtocolError(
-                "Other collectives ran on the process group inside the block and were mistaken for headers of Join:"
-                f" ranks sent {[end.headers for end in ends]} headers. Move them behind the block, or make a joinable"
-                " of them. [J079]"
-            )
         if outcome.shadowed:
             return replace(outcome, source=next(rank for rank, end in enumerate(ends) if end.last)), outcome.last
         if len({end.own_steps for end in ends}) > 1:  # steps that no rank announces, such as those under no_sync

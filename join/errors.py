@@ -58,13 +58,14 @@ def advised(text: str, advice: Mapping[str, str]) -> str:
 
     Args:
         text: The text of an error of this package, or one that quotes such texts.
-        advice: By the code of an error, the advice for it.
+        advice: By the codes of errors, such as ``"J012 J345"``, the advice for them.
     """
     parts = Text.of(text)
     if not parts.code:
         return text
     happened = re.sub(r"(?<=\().* \[J\d{3}\](?=\))", lambda quoted: advised(quoted[0], advice), parts.happened)
-    sentences = [happened, advice.get(parts.code, parts.advice), f"[{parts.code}]"]
+    words = next((words for codes, words in advice.items() if parts.code in codes), parts.advice)
+    sentences = [happened, words, f"[{parts.code}]"]
     return " ".join(filter(None, sentences)) + parts.rest
 
 
@@ -77,6 +78,16 @@ def advise(error: BaseException, advice: Mapping[str, str]) -> None:
 def described(error: BaseException) -> str:
     """Return the class of an exception, followed by its text if it has one."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def explain(error: BaseException) -> None:
+    """Add a line to the traceback of an exception that leaves a block, if this package has more to say about it."""
+    code = Text.of(str(error)).code if isinstance(error, (JoinError, TypeError, ValueError)) else ""
+    note = f"More about it: python -m joinables explain {code}" if code else ""
+    if isinstance(error, ValueError) and str(error).startswith("Tried to step "):  # a scheduler of torch
+        note = "If its number of steps is this rank's len(loader), pass joinables.steps(loader), equal on all ranks."
+    if note and note not in getattr(error, "__notes__", ()):
+        add_note(error, note)
 
 
 def add_note(error: BaseException, note: str) -> None:

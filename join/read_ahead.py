@@ -16,12 +16,23 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from join.arguments import checked_weight
+from join.arguments import checked_number
 from join.batch import tensors_in
 from join.errors import JoinError
 
 _SAMPLED = 64  # elements of a tensor in memory that other libraries may write to
 _tracked, _foreign, _version = attrgetter("tracked"), attrgetter("foreign"), attrgetter("_version")
+
+
+def check_loader(loader: Any) -> None:
+    """Raise a ``TypeError`` if a loader cannot be iterated, or would run code of the loop body too early."""
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"loader={loader!r} cannot be iterated. Pass a DataLoader, a list or a generator. [J068]")
+    if getattr(loader, "__name__", "") == "log_every":  # by its name, since every project has its own MetricLogger
+        raise TypeError(
+            "log_every(...) would log each batch before the loop body runs. Write log_every(join.iterate(loader))."
+            " [J524]"
+        )
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
@@ -144,7 +155,7 @@ class ReadAhead:
                 if batch is self:  # the default of next(), so the loader has no more batches
                     self.ended, self._state_at_end = True, state
                     return
-                weight = 1.0 if self._weigh is None else checked_weight(self._weigh(batch), "weigh(batch)")
+                weight = 1.0 if self._weigh is None else checked_number("weigh(batch)", self._weigh(batch))
                 is_changed = versions != list(map(_version, chain.from_iterable(map(_tracked, held))))
                 is_changed |= bool(foreign) and elements != _elements(foreign)
                 for each in held:

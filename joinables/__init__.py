@@ -5,6 +5,8 @@ The import of this package registers them. ``join`` imports it when it first mee
 
 from __future__ import annotations
 
+import joinables.before  # noqa: F401  # isort: skip  # pyright: ignore[reportUnusedImport]
+
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 

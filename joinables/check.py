@@ -10,6 +10,7 @@ import ipaddress
 import os
 import platform
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
@@ -115,6 +116,7 @@ def look_at_training(limit: float = _LIMIT) -> Iterator[Finding]:
         return
     draws = torch.Generator(device="cpu").manual_seed(0)
     batches = list(torch.randn(sum(BATCHES), 8, 16, dtype=torch.float64, generator=draws, device="cpu"))
+    print("       (training two ranks and a single process: seconds, or a minute on a busy machine)", file=sys.stderr)
     two = f"two ranks with {BATCHES[0]} and {BATCHES[1]} batches"
     try:
         assert_equals_one_process(_train, batches, [BATCHES], tolerance=_TOLERANCE, timeout=limit)

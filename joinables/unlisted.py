@@ -3,8 +3,11 @@
 If ranks had different numbers of batches, an optimizer, scheduler or ``GradScaler`` that is not listed has made fewer
 steps on some ranks than on others, and the block copies no state to it. The next steps of the ranks then differ. At the
 end of such a block, the ranks on which the object was used warn. A hook of all optimizers sees each step, until the
-optimizers that have stepped hold all parameters of the module. In a loop over ``Join.iterate`` all ranks make all
-steps, so no state differs.
+optimizers that have stepped hold all parameters of the module.
+
+In a loop over ``Join.iterate`` all ranks make all steps, so no state differs. But gradients of another module that is
+not listed are means over all ranks, also over those with dummies, unless losses are scaled. So the first step of an
+optimizer warns if it uses gradients that no listed object reduces.
 
 An optimizer is covered if a listed optimizer has the same parameters, as a wrapper has those of the optimizer inside,
 and ZeRO those of its shards. An optimizer without state, such as SGD without momentum, needs no listing. A scheduler is
@@ -14,9 +17,11 @@ missing if the learning rate of a scheduled optimizer has changed, and nothing i
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
+from itertools import chain
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -31,6 +36,7 @@ from joinables.adapter import Silent
 from joinables.state import parameters_of
 
 _AT_END = 8  # stack level of the user's with statement
+_AT_STEP = 4  # and of the call of an optimizer's step
 
 
 class Unlisted(Silent):
@@ -47,7 +53,7 @@ class Unlisted(Silent):
     def attach(self, join: Join) -> None:
         super().attach(join)
         self._is_uneven = False
-        self._stepped = WeakSet[torch.optim.Optimizer]()
+        self._stepped = WeakKeyDictionary[torch.optim.Optimizer, str]()  # and the line that made the first step
         self._scalers = WeakSet[torch.amp.GradScaler]()
         self._unseen = set(map(id, held_parameters(self._target)))  # the parameters that no optimizer has stepped
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
@@ -63,14 +69,30 @@ class Unlisted(Silent):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._stepped:
-            self._stepped.add(optimizer)
+            self._stepped[optimizer] = _users_line()
             # Nothing but its caller shows that a scaler makes the step.
             scaler = variable_of(torch.amp.GradScaler.step, "self", inspect.currentframe())
             if scaler is not None:
                 self._scalers.add(scaler)
             self._unseen.difference_update(map(id, parameters_of(optimizer)))
+            if self._channel.place.step.in_loop and not self._channel.scaling.in_use:
+                self._warn_of_unreduced(optimizer)
         if not self._unseen:
             remove_last(self._handles[0])
+
+    def _warn_of_unreduced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if an optimizer that trains the module also uses gradients that nothing in the list reduces."""
+        modules = [target for target in self._listed.values() if isinstance(target, torch.nn.Module)]
+        own, listed = set(map(id, held_parameters(self._target))), set(map(id, chain(*map(held_parameters, modules))))
+        stepped = [each for each in parameters_of(optimizer) if each.grad is not None]
+        others = [each for each in stepped if id(each) not in listed]
+        if others and not own.isdisjoint(map(id, stepped)):
+            warnings.warn(
+                f"{type(optimizer).__name__} steps {len(others)} parameters of no listed module, the first of shape"
+                f" {list(others[0].shape)}. In join.iterate, their gradients are wrong once a rank has no data: list"
+                " their DistributedDataParallel module, too, or call join.scale(loss).backward().",
+                stacklevel=_AT_STEP,
+            )
 
     @override
     def synchronise(self, source: int) -> None:
@@ -85,7 +107,7 @@ class Unlisted(Silent):
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if an optimizer that trains the module, its scheduler or its scaler is not listed."""
-        name, listed = type(optimizer).__name__, self._listed.values()
+        name, place, listed = type(optimizer).__name__, self._stepped[optimizer], self._listed.values()
         covered = {id(parameter) for each in listed for parameter in parameters_of(each)}
         uncovered = [each for each in parameters_of(optimizer) if id(each) not in covered]
         stepped = {id(each) for each in uncovered if optimizer.state.get(each)}
@@ -93,9 +115,9 @@ class Unlisted(Silent):
         if own:
             parameters = own[0] + f" and {len(own) - 1} more" * (len(own) > 1)
             target = type(self._target).__name__
-            self._warn(f"{name} stepped the parameter {parameters} of {target}", "it is not listed", name)
+            self._warn(f"{name} stepped the parameter {parameters} of {target} at {place}", "it is not listed", name)
         if any(id(scaler) not in self._listed and scaler.is_enabled() for scaler in self._scalers):
-            self._warn(f"A GradScaler stepped {name}", "it is not listed", "GradScaler")
+            self._warn(f"A GradScaler stepped {name} at {place}", "it is not listed", "GradScaler")
         has_changed = self._rates.get(id(optimizer)) not in (None, _rates_of(optimizer))
         if has_changed and is_scheduled(optimizer) and not any(map(_may_set_rates, listed)):
             unless = " A scheduler that steps once for all steps can instead step after the block."
@@ -106,9 +128,17 @@ class Unlisted(Silent):
         verb = "may differ" if unless else "differs"
         warnings.warn(
             f"{event} in an uneven block, but {problem}. Its state now {verb} between ranks, which made different"
-            f" numbers of steps, so later steps will differ, too.{unless} List it: Join([{', '.join(names)}]).",
+            f" numbers of steps, so later steps will differ, too.{unless} List it: Join([{', '.join(names)}]). [J891]",
             stacklevel=_AT_END,
         )
+
+
+def _users_line() -> str:
+    """Return the file and line of the innermost frame outside torch and these packages."""
+    frame = inspect.currentframe()
+    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "join", "joinables"):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "a line that is unknown"
 
 
 def _may_set_rates(obj: Any) -> bool:

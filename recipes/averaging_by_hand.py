@@ -1,7 +1,9 @@
 """Recipe: a loop that reduces gradients by hand, as Megatron's does, on uneven ranks.
 
 `Join` cannot see how this loop reduces gradients. So the block lists nothing, and `join.scale` scales each loss so that
-gradients become the mean over the samples of all ranks.
+gradients become the mean over the samples of all ranks. Without it they are wrong, and no error says so. If gradients
+are summed over ranks, and not divided, call `join.scale(loss, divided_over=1)`. Ranks that share one copy of the model
+loop over the same batches. To accumulate, pass `window=k`, and reduce and step only `if join.ends_window`.
 """
 
 import torch

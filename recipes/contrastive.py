@@ -1,4 +1,8 @@
-"""Recipe: a contrastive loss (CLIP, SimCLR) over the features of all ranks, if some ranks have no rows."""
+"""Recipe: a contrastive loss (CLIP, SimCLR) over the features of all ranks, if some ranks have no rows.
+
+Features are padded to the longest rank before they are gathered, and each row gets the gradients of all ranks. Dummies
+must be empty: the rows of `dummy="last"` would count. Pass no `weigh=`: the loss is a mean over the rows of all ranks.
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,8 @@
 """Recipe: an engine that counts micro-batches itself and divides losses, on uneven ranks.
 
-The engine steps after every `WINDOW` micro-batches. So *dummies*, empty batches, complete the last accumulation window.
+The engine steps after every `WINDOW` micro-batches, and would continue an incomplete window in the next epoch. So
+*dummies*, empty batches, complete it on all ranks (`fill_window=True`). `loss_divided_by=` says that the engine divides
+each loss. If it only sums gradients over ranks, call `join.scale(loss, divided_over=1)`.
 """
 
 import torch

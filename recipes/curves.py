@@ -1,7 +1,8 @@
 """Recipe: curves of a fit of the trainer in TensorBoard.
 
-A logger of the trainer is any object with `log_metrics` and `log_hyperparams`, so a few lines around torch's
-`SummaryWriter` are one. Needs tensorboard.
+A logger of the trainer is any object with `log_metrics` and `log_hyperparams`, and perhaps `finalize(status)`. The
+trainer calls it on rank 0. The writer opens with the first value, because started processes cannot receive an open
+file. Needs tensorboard.
 """
 
 import tempfile

@@ -1,6 +1,9 @@
 """Recipe: DeepSpeed (ZeRO 3) on uneven ranks, with accumulation.
 
-On a CPU, DeepSpeed compiles an extension when it is first used, with ninja and a C++ compiler.
+The engine communicates itself, so the block lists nothing. DeepSpeed divides each loss by its accumulation steps, and
+counts micro-batches: `loss_divided_by=` and `fill_window=True`. It clips to a norm of 1.0, unless the configuration has
+`gradient_clipping`. Save after the last step of a window, with `join.loader_state()` of each rank. On a CPU, set
+`DS_ACCELERATOR=cpu`: DeepSpeed compiles an extension, with ninja and a C++ compiler.
 """
 
 import importlib.util

@@ -1,7 +1,9 @@
 """Recipe: HSDP and tensor parallelism: meshes of two dimensions on uneven data.
 
 Under HSDP, each rank has batches of its own. Under tensor parallelism, each layer is split over a pair of ranks, so
-both ranks of the pair loop over the same batches.
+both ranks of the pair loop over the same batches. `Join` takes the process group from the mesh. Under DDP with tensor
+parallelism, call `list(model.parameters())` before the first forward, and pass it to the optimizer: a forward replaces
+the parameters of `model.parameters()` by new objects.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 Every forward of a sharded model gathers parameters from all ranks. A rank with more batches would wait in its last
 forwards for ranks that have left their loops. With `join.iterate`, all ranks run the loop body equally often. A rank
-that is out of data runs the loop body on empty batches, called *dummies*. The block lists nothing, because nothing is
-trained.
+that is out of data runs the loop body on empty batches, called *dummies*, which add 0 to the sums. The block lists
+nothing, because nothing is trained. If the model cannot take an empty batch, list it: `Join([model])`.
 """
 
 from collections.abc import Iterable

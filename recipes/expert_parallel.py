@@ -1,4 +1,10 @@
-"""Recipe: expert parallelism: each rank has one expert, and all ranks send rows to it in the middle of the forward."""
+"""Recipe: expert parallelism: each rank has one expert, and all ranks send rows to it in the middle of the forward.
+
+On a dummy, a rank sends 0 rows, and its expert works for the other ranks. An expert's gradient is a sum over the rows
+of all ranks, so all gradients are summed: `divided_over=1`. If DDP averages the other parameters, call
+`join.scale(loss)`, and divide the experts' gradients by the number of ranks. `dummy="last"` would take places in
+experts with a limited capacity, and a loss that balances the load must not count dummies.
+"""
 
 import torch
 import torch.distributed as dist

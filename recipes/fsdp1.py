@@ -1,6 +1,8 @@
 """Recipe: FSDP1 (`FullyShardedDataParallel`) on uneven ranks, with accumulation.
 
-Each forward gathers parameters from all ranks. With `join.iterate`, all ranks run the loop body equally often.
+Each forward gathers parameters from all ranks. With `join.iterate`, all ranks run the loop body equally often. On an
+empty dummy, `Join` runs the model on the rank's last batch, or on ones, and shortens its outputs. Only the last step of
+a window reduces gradients: the others run in `no_sync`. `clip_grad_norm_` communicates, so call it on dummies, too.
 """
 
 import contextlib

@@ -1,6 +1,9 @@
 """Recipe: `torch.distributed.pipelining`: two stages on two replicas, which have different numbers of batches.
 
-The ranks of a replica loop over the same batches: the first stage needs the inputs, the last stage the targets.
+The ranks of a replica loop over the same batches: the first stage needs the inputs, the last stage the targets. The
+messages between stages have a fixed shape, so dummies are last batches. Divide the loss by the `n` pipeline
+micro-batches yourself, and pass `scale_grads=False`: otherwise each `schedule.step` divides all of `grad` by `n`, with
+the gradients of earlier steps of a window. Do not pass the number of replicas as `divided_over`: the default is right.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Recipe: a picture of a block's report, drawn with matplotlib: when each rank had data, and how long it waited.
 
-`join.report` is the same on all ranks, so one of them draws. Each of its rows has plain numbers, which any program can
-draw; `join.report.to_dict()` returns all of them for JSON. Needs matplotlib.
+`join.report` is the same on all ranks, so one of them draws. Until `joined_at` (seconds since the rank entered) a rank
+had data, and at `ended_at` no rank had. `idle` is the time in between in which it waited. `join.report.to_dict()`
+returns all numbers for JSON. Needs matplotlib.
 """
 
 import tempfile

@@ -3,6 +3,7 @@
 Episodes have different lengths, so ranks have different numbers of actions, and of micro-batches. If all episodes of a
 rank have won, or all have lost, the rank has no micro-batches. Each update is a loop over `join.iterate` with
 `window="all"`. A micro-batch weighs its number of actions, so gradients are the mean over the actions of all ranks.
+During roll-outs, call `model.module`. For several epochs over the same roll-outs, put a loop inside the block.
 """
 
 from contextlib import nullcontext

@@ -1,4 +1,8 @@
-"""Recipe: an optimizer that shards itself, such as Muon: each rank steps some matrices, and broadcasts them."""
+"""Recipe: an optimizer that shards itself, such as Muon: each rank steps some matrices, and broadcasts them.
+
+Step it on dummies, too: the other ranks wait for the parameters of this rank. After the loop no optimizer state is
+copied, so each rank keeps the state of its own share, and saves it. In a plain block, ranks would wait for each other.
+"""
 
 import torch
 import torch.distributed as dist

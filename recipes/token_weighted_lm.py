@@ -2,7 +2,8 @@
 
 Ranks have different numbers of micro-batches, which have different numbers of tokens. `weigh=tokens` weighs a batch by
 its tokens, and `join.scale` applies the weight to the loss: gradients are the mean over the tokens of all ranks in a
-window. `join.ends_window` is true in the last step of a window, even of a short one, at the same step on all ranks.
+window. Do not divide the loss. `join.ends_window` is true in the last step of a window, even of a short one, at the
+same step on all ranks, so the code below it may clip or communicate.
 """
 
 from contextlib import nullcontext

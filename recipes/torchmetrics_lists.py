@@ -1,7 +1,8 @@
 """Recipe: torchmetrics metrics that keep all predictions in lists, on ranks with different numbers of batches.
 
-The area under a curve, or a retrieval metric, needs all predictions. A `Join` block that lists metrics merges their
-predictions when the block ends.
+The area under a curve, or a retrieval metric, needs all predictions. Without `Join`, `compute()` gathers the lists, and
+a rank that never called `update` sends an empty tensor of floats: gloo aborts if the others send another dtype. A
+`Join` block that lists metrics merges their predictions when the block ends.
 """
 
 import warnings

@@ -1,8 +1,9 @@
 """Recipe: tar files of samples, as webdataset reads them, distributed over ranks and the workers of their loaders.
 
 Each tar file is a shard. Ranks get different numbers of shards, of different sizes. The samples of one shard have no
-label and are skipped, so the rank with this shard has no batch. All other samples are used once. The number of batches
-is not known in advance. `join.weight` is the size of a batch, and `join.scale` applies it to the loss.
+label and are skipped, so the rank with this shard has no batch. All other samples are used once. `join.weight` is the
+size of a batch, and `join.scale` applies it to the loss. With webdataset itself, use `WebDataset(urls,
+nodesplitter=split_by_node, shardshuffle=False, empty_check=False)` instead of `Shards`.
 """
 
 import copy

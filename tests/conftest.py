@@ -54,13 +54,17 @@ class Scheduling(LoadScopeScheduling):
     @override
     def _split_scope(self, nodeid: str) -> str:
         # Not xdist's marker for it: from pytest 9.2 on it changes a name that nobody reads, and so nothing.
-        if re.search(r"\[(Metric\]|metrics\.md|recipes/torchmetrics)", nodeid):  # their ranks import torchmetrics
+        if re.search(r"\[(Metric\]|metrics\.md)", nodeid):  # their ranks import torchmetrics
             return METRICS
         return next((start for start in TOGETHER if nodeid.startswith(start)), nodeid)
 
 
-LONG = ("tests/joinables/trainer/", "tests/test_scripts.py", "tests/test_wheel.py", "tests/test_package.py")
-"""Tests that wait for new interpreters: were they the last ones, workers would run out of others to run beside them."""
+LONG = (
+    "tests/joinables/trainer/",
+    "tests/worlds/",
+    *(f"tests/test_{name}.py" for name in ("scripts", "wheel", "package", "readme", "house", "mutants", "errors")),
+)
+"""Tests that take or wait for seconds: were they the last ones, workers would run out of others to run beside them."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -53,7 +53,7 @@ class Example:
 
 
 def examples_of(page: str, language: str = "python") -> list[Example]:
-    """Return the blocks of a page in a language, such as those of ``frameworks/ray.md``."""
+    """Return the blocks of a page in a language, such as those of ``frameworks/other.md``."""
     found: list[Example] = []
     heading, above, start, opening = "", "", 0, ""
     lines = (DOCS / page).read_text().splitlines()

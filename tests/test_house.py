@@ -329,20 +329,6 @@ def test_tensors_without_a_device_are_found() -> None:
     assert [call.lineno for call in makes_tensors(ast.parse(code))] == [1, 3]
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.stem)
-def test_pictures_show_functions_that_exist(picture: Path) -> None:
-    """Else ``make pictures`` draws them anew."""
-    functions = {
-        f"{name_of(path).rpartition('.')[2]}.{node.name}"
-        for path, tree in trees_of_files().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-    }
-    shown = set(re.findall(r">(\w+\.\w+)</text>", picture.read_text()))
-    assert shown
-    assert shown - functions == set()
-
-
 def imported_tests(tree: ast.AST) -> list[str]:
     """The test files of ours, or what is in them, that a module imports, wherever in it."""
     names: list[str] = []

@@ -16,7 +16,7 @@ import pytest
 from tests.harness import at_night
 
 ROOT = Path(__file__).parent.parent
-NOTEBOOK = ROOT / "tutorials" / "notebook.ipynb"
+NOTEBOOK = ROOT / "tutorials" / "11_notebook.ipynb"
 MISSING = [name for name in ("ipykernel", "nbclient") if importlib.util.find_spec(name) is None]
 # In a process of its own, since a client that ends leaves sockets to the garbage collector, which warns.
 RUN = """
@@ -33,9 +33,7 @@ print(nbformat.writes(notebook))
 """
 
 
-needs_jupyter = pytest.mark.skipif(
-    bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: pip install joinables[test]"
-)
+needs_jupyter = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: make test-scripts")
 
 
 def executed(notebook: Path, folder: Path) -> Any:

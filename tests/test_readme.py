@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from join.collectives import collective_of
 from joinables import check
 from joinables.testing import assert_equals_one_process
 from tests.ending import Ending
+from tests.examples import examples_of
 from tests.harness import Pool
 from tests.scripts import TORCHRUN, as_script, run_forked
 from tests.training import TOLERANCE, batch, build, mlp_in_one_process
@@ -27,7 +27,9 @@ from tests.versions import needs_gloo_with_limits, needs_silent_gloo
 ROOT = Path(join.__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-LOOPS, COMMAND, CHECKED, RAISED, BLAMED = (code for _, code in BLOCKS)
+LOOPS, INSTALL, LAST_LINE, FAILED = (code for _, code in BLOCKS)
+ADDRESS = re.findall(r"Source = (.*)", (ROOT / "setup.cfg").read_text())
+WORDS, FIRST_SCREEN = 1000, 330
 COUNTS = 1, 3  # batches in each epoch, by rank
 FAILING = """\
 import torch
@@ -57,9 +59,19 @@ with Join([model, optimizer], divide_by_initial_world_size=False):
 
 
 def test_each_block_has_a_test() -> None:
-    """Two loops and their difference; the proof in one command, and its output; two tracebacks."""
-    assert [language for language, _ in BLOCKS] == ["diff", "sh", "text", "text", "text"]
+    """Two loops and their difference; the installation; the proof; what failed ranks print."""
+    assert [language for language, _ in BLOCKS] == ["diff", "sh", "text", "text"]
     assert not re.search(r"^(    |\t)", re.sub(r"^```.*?^```$", "", TEXT, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+
+
+def test_a_newcomer_reads_it_all() -> None:
+    """The first screen has the picture, the two lines, the comparison, the address to clone and the status."""
+    assert len(TEXT.split()) <= WORDS
+    first, heading, _ = TEXT.partition("\n## ")
+    assert heading and len(first.split()) <= FIRST_SCREEN
+    order = ["# joinables", "pictures/two_ranks.svg", "```diff", "`model.join()`", "git clone ", "Status: alpha"]
+    assert sorted(order, key=first.index) == order
+    assert INSTALL.splitlines()[0].split() == ["git", "clone", *ADDRESS]
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------------
@@ -109,34 +121,39 @@ def forked_check(rank: int) -> None:
 @needs_silent_gloo
 def test_the_check_prints_the_lines_that_are_shown(ending: Ending) -> None:
     """The first words of each line. Versions, addresses and the difference depend on the machine."""
-    assert shlex.split(COMMAND) == ["python", "-m", "joinables", "check"]
+    assert shlex.split(INSTALL.splitlines()[-1]) == ["python", "-m", "joinables", "check"]
+    [shown_on_page] = [each.code for each in examples_of("start.md", "text") if "headers travel" in each.code]
     (end,) = ending.ends(forked_check, ranks=1, group=False, limit=150)
-    shown = re.sub(r" torch \S+", f" torch {torch.__version__}", CHECKED).splitlines()
+    shown = re.sub(r" torch \S+", f" torch {torch.__version__}", shown_on_page).splitlines()
     printed = end.text.removesuffix(end.stderr).splitlines()
     assert [line.split()[1:3] for line in printed] == [line.split()[1:3] for line in shown]
-    assert printed[-1] == shown[-1]
+    assert printed[-1] == shown[-1] == LAST_LINE.rstrip()
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, str]]:
+def failed(ending: Ending, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """The outputs of three ranks, after rank 2 has failed."""
     folder = tmp_path_factory.mktemp("failing")
     (folder / "train.py").write_text(FAILING)
-    ending = Ending()
-    try:
-        yield {rank: end.text for rank, end in enumerate(ending.ends(as_script, str(folder), "train.py", ranks=3))}
-    finally:
-        ending.close()
+    return {rank: end.text for rank, end in enumerate(ending.ends(as_script, str(folder), "train.py", ranks=3))}
 
 
-@pytest.mark.parametrize(("rank", "block"), [(2, RAISED), (0, BLAMED)])
-def test_tracebacks_are_real(failed: dict[int, str], rank: int, block: str) -> None:
-    """A rank prints each line that is shown, in this order. The README omits frames of torch between them."""
+@pytest.mark.parametrize("rank", [2, 0])
+def test_tracebacks_are_real(failed: dict[int, str], rank: int) -> None:
+    """A rank prints each line that is shown, in this order. The README omits frames between them."""
+    shown = [line.removeprefix(f"[rank{rank}]: ") for line in FAILED.splitlines() if line.startswith(f"[rank{rank}]: ")]
     output = (line.removeprefix(f"[rank{rank}]: ") for line in failed[rank].splitlines())
-    for line in block.splitlines():
-        assert line.startswith(f"[rank{rank}]: ")
-        text = line.removeprefix(f"[rank{rank}]: ").partition(". ")[0]  # without the advice after the cause
-        assert text == "  ..." or any(each.startswith(text) for each in output), text
+    assert len(shown) >= 2
+    for line in shown:
+        text = line.partition(". ")[0]  # without the advice after the cause
+        assert any(each.startswith(text) for each in output), text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_few_lines_of_this_library_stand_before_the_cause(failed: dict[int, str], rank: int) -> None:
+    before, cause, _ = failed[rank].rpartition("join.errors.PeerError: rank 2 failed")
+    frames = [line for line in before.splitlines() if re.search(r'File ".*/(join|joinables)/', line)]
+    assert cause and len(frames) <= 10  # each has a line of code below it
 
 
 # -- Getting started --------------------------------------------------------------------------------------------------
@@ -151,8 +168,9 @@ def test_getting_started_runs_as_pasted(ending: Ending, tmp_path: Path) -> None:
     """Its script prints the output of the page, except for times and roundings."""
     text = (ROOT / "docs" / "start.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    assert [language for language, _ in blocks] == ["sh", "python", "sh", "text"]
-    _, script, command, shown = (code for _, code in blocks)
+    assert [language for language, _ in blocks] == ["sh", "python", "sh", "text", "text"]
+    installed, script, command, shown, _ = (code for _, code in blocks)
+    assert installed == INSTALL
     (tmp_path / "train.py").write_text(script)
     python, *arguments = shlex.split(command)
     assert [python, *arguments[:2]] == ["python", "-m", TORCHRUN]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,9 @@ import torch
 import joinables
 
 ROOT = Path(joinables.__file__).parent.parent
-BESIDE_PACKAGES = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+BESIDE_PACKAGES = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py"}
 LOOK = """
-import importlib.metadata, json, join, joinables, joinables.trainer
+import importlib.metadata, json, join, joinables, joinables.explain, joinables.trainer
 from joinables import Join
 
 about = importlib.metadata.metadata("joinables")
@@ -27,6 +28,10 @@ print(json.dumps({
     "files": [join.__file__, joinables.__file__],
     "versions": [joinables.__version__, about["Version"]],
     "classifiers": about.get_all("Classifier"),
+    "extras": about.get_all("Provides-Extra"),
+    "addresses": dict(each.split(", ") for each in about.get_all("Project-URL")),
+    "description": about.get_payload(),
+    "explained": joinables.explain.explain("J441"),
 }))
 """
 
@@ -70,3 +75,8 @@ def test_sdist_and_wheel(tmp_path: Path) -> None:
     assert seen["versions"] == [joinables.__version__] * 2
     minors = [name.rpartition("3.")[2] for name in seen["classifiers"] if "Python :: 3." in name]
     assert minors == ["10", "11", "12", "13"]
+    assert not {"test", "docs", "dev"} & set(seen["extras"])
+    assert seen["explained"].startswith("J441")
+    links = re.findall(r"\]\(([^)]*)\)", seen["description"])
+    assert len(links) > 20 and all(link.startswith(("https://", "#")) for link in links)
+    assert {link.split("/blob/")[0] for link in links if "/blob/" in link} == {seen["addresses"]["Source"]}

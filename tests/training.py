@@ -192,6 +192,7 @@ class Model:
     synchronised: bool = False  # its batch norms are
     compiled: bool = False
     device: str = "cpu"  # or "cuda" or "sim": one for all ranks with gloo, else one for each
+    hidden: bool = False  # its result is in an attribute, and its forward returns a copy without a graph
 
 
 @dataclass(frozen=True)
@@ -350,9 +351,17 @@ def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[tor
     return join.iterate(iter(mine), until, dummy=dummy, lookahead=loop.lookahead, weigh=weigh, window=window)
 
 
+def hide(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook that shows the result of a module in an attribute only."""
+    module.shown = output
+    return output.detach()
+
+
 def placed(model: Model) -> nn.Module:
     """The module, where this rank trains; its batch norms are over all ranks, if they are to be."""
     module = build(model.kind).to(device_of(model))
+    if model.hidden:
+        module.register_forward_hook(hide)
     if not model.synchronised:
         return module
     module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
@@ -387,6 +396,7 @@ def loss_of(module: Any, case: Case, epoch: int, branch: int, data: tuple[torch.
             output = module(x, branch % 2) if kind == "branches" else module(x)
         else:
             output = module(x + forward, branch)
+        output = getattr(getattr(module, "module", None), "shown", output)
         loss = loss + ((value_of(output) - y) ** 2).mean()
     return loss if case.scales(epoch) and not case.step.divided else loss / case.step.accumulate
 

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 tutorials/13_ray.py FOLDER
 
 Ray starts the workers and makes their process group. The function is the same as without Ray. Workers with uneven data
-need the `Join` block under Ray, too. This tutorial needs Ray: pip install 'joinables[ray]'.
+need the `Join` block under Ray, too. This tutorial needs Ray: pip install '.[ray]', in the clone.
 """
 
 import os
@@ -58,7 +58,7 @@ def with_ray(folder: str) -> None:
         from ray.train import RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
     except ImportError:
-        sys.exit("This tutorial needs Ray: pip install 'joinables[ray]'")
+        sys.exit("This tutorial needs Ray: pip install '.[ray]', in the clone")
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=folder)
     how = {"run_config": RunConfig(storage_path=folder), "torch_config": TorchConfig(backend="gloo")}
     TorchTrainer(train, train_loop_config={"folder": folder}, scaling_config=ScalingConfig(num_workers=2), **how).fit()

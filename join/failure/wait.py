@@ -151,8 +151,9 @@ def _advice(seen: Sequence[Progress]) -> str:
     waits, calls, texts = _of(seen, "waits", "left"), _of(seen, "calls", "rests"), {each.place for each in seen}
     if silent := _of(seen, "silent"):
         return (
-            f"No answer from {_named(silent)}: a rank that does not answer has not entered the block, its process is"
-            " stopped or gone, or a function holds Python's global interpreter lock (GIL)."
+            f"No answer from {_named(silent)}: a rank that does not answer has not entered the block (ranks without"
+            " batches have to enter it, too), its process is stopped or gone, or a function holds Python's global"
+            " interpreter lock (GIL)."
         )
     if works := _of(seen, "works"):
         return f"The other ranks wait for {_named(works)}. Nothing is wrong if it takes so long there."

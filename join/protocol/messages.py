@@ -182,7 +182,7 @@ class Messages:
             doing: What this rank does, for the errors of other ranks.
         """
         work = self.line.gather(data)
-        return self._guard.wait(work, doing, work.rows)
+        return self._guard.wait(work, doing, work.total)
 
     def gather_numbers(self, number: int, doing: str = "") -> list[int]:
         """Return a number of each rank, as :meth:`gather` does."""
@@ -198,7 +198,7 @@ class Messages:
         """
         self._guard.doing = doing  # for the other ranks, which ask for it, too
         self._guard.look_around(TIMEOUTS.note)  # an error that says more than this one may be on its way
-        said = self._guard.peers.ask(limit=TIMEOUTS.note) | {self._collective.rank: self._guard.progress()}
+        said = self._guard.ask(limit=TIMEOUTS.note) | {self._collective.rank: self._guard.progress()}
         places = "; ".join(f"rank {rank} {place.doing.partition(' with ')[0]}" for rank, place in sorted(said.items()))
         self._guard.post_and_raise(
             ProtocolError(
@@ -224,7 +224,8 @@ class Messages:
         for rank, entered in enumerate(own if any(own) else by_rank):  # if no rank has its own, the order differs
             ranks_of.setdefault(", ".join(entered) or "nothing more", []).append(rank)
         texts = "; ".join(f"ranks {ranks}: {entered}" for entered, ranks in ranks_of.items())
+        differences = "different objects or arguments" if any(own) else "the same objects, whose order differs"
         raise ProtocolError(
-            f"The ranks {message.doing} with different objects or arguments ({texts}). Pass the same objects, in the"
-            " same order, and the same arguments on all ranks. [J020]"
+            f"The ranks {message.doing} with {differences} ({texts}). Pass the same objects, in the same order, and the"
+            " same arguments on all ranks. [J020]"
         )

@@ -15,7 +15,8 @@ require(
             "get_eval_frame_callback",
             "set_code_exec_strategy",
         ),
-        "torch": ("_disable_dynamo", "_foreach_mul_"),
+        "torch": ("_disable_dynamo", "_foreach_copy_", "_foreach_mul_"),
+        "torch._utils": ("_flatten_dense_tensors",),
         "torch.autograd": ("_unsafe_preserve_version_counter",),
         "torch.autograd:Variable._execution_engine": ("queue_callback",),
         "torch:Tensor": ("_backward_hooks", "_version"),
@@ -34,7 +35,6 @@ require(
         "torch.nn.parallel:DistributedDataParallel": (
             "_assign_modules_buffers",
             "_check_sync_bufs_post_fwd",
-            "_distributed_broadcast_coalesced",
             "_get_active_ddp_module",
             "_get_ddp_logging_data",
             "_match_all_reduce_for_bwd_pass",

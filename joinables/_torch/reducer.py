@@ -9,7 +9,9 @@ A docstring says what the private API replaces: a public API that torch lacks, o
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Container, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -178,17 +180,32 @@ def parameters_beyond(ddp: DistributedDataParallel, reduced: Container[int]) -> 
 def broadcast(ddp: DistributedDataParallel, tensors: Sequence[torch.Tensor], source: int) -> None:
     """Overwrite ``tensors`` in place with the tensors of rank ``source`` of the module's process group.
 
-    Replaces a broadcast of each tensor, or Python code for each. The extra memory is two chunks of 64 MiB.
+    Replaces a broadcast of each tensor, or Python code for each. ``_distributed_broadcast_coalesced`` takes twice as
+    long for many small tensors. The extra memory is one chunk of 64 MiB.
 
     Args:
         ddp: The module.
         tensors: Parameters of the module, or gradients: of the same shapes and dtypes on all ranks.
         source: The rank whose tensors are sent.
     """
-    if filled := [tensor for tensor in tensors if tensor.numel()]:
-        unchanged = tuple(filled) if dist.get_rank(ddp.process_group) == source else ()  # but written nevertheless
-        with torch.autograd._unsafe_preserve_version_counter(unchanged):
-            ddp._distributed_broadcast_coalesced(filled, transfer.CHUNK_BYTES, source)
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in filter(torch.Tensor.numel, tensors):
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    group = cast("dist.ProcessGroup", ddp.process_group)
+    for (dtype, device), those in alike.items():
+        sizes = [tensor.numel() for tensor in those]
+        begins, begin = list(accumulate(sizes, initial=0)), 0
+        while begin < len(those):
+            end = max(bisect_right(begins, begins[begin] + transfer.CHUNK_BYTES // dtype.itemsize) - 1, begin + 1)
+            chunk = those[begin:end]
+            if dist.get_rank(group) == source:
+                dist.broadcast(torch._utils._flatten_dense_tensors(chunk), group=group, group_src=source)
+            else:
+                flat = torch.empty(begins[end] - begins[begin], dtype=dtype, device=device)
+                dist.broadcast(flat, group=group, group_src=source)
+                parts = zip(flat.split(sizes[begin:end]), chunk, strict=True)
+                torch._foreach_copy_(chunk, [part if to.dim() == 1 else part.view(to.shape) for part, to in parts])
+            begin = end
 
 
 def buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 SUPPORTED = "2.8 to 2.15"
-"""Oldest and newest version with which the tests run. ``docs/versions.md`` lists the tests."""
+"""Oldest and newest version with which the tests run. ``docs/support.md`` lists the tests."""
 
 
 # -- required attributes --------------------------------------------------------------------------------------------

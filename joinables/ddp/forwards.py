@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, cast
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +40,58 @@ IN_TORCH_JOIN = (
 )
 
 
+class Arrivals:
+    """Hooks on the nodes that accumulate the gradients of a DDP module's parameters, as its reducer has them.
+
+    Registering a hook costs as much as several calls of it. So the hooks stay with the module, which keeps the nodes
+    alive. Outside of blocks they do nothing.
+    """
+
+    def __init__(self) -> None:
+        self._is_watching = self._needs_zeros = False
+        self.begin: Callable[[], None] | None = None
+        """Called at the first gradient of a backward; ``None`` outside of blocks."""
+        self.task = -1
+        """The number of the last backward in which a gradient arrived at a parameter."""
+        self.factor = 1.0
+        """The number that multiplies the gradients of the current backward. It is 0 on a dummy, and if a batch has the
+        weight 0. For a comm hook, it turns each gradient into a part of the mean."""
+
+    def watch(
+        self, parameters: Sequence[torch.nn.Parameter], begin: Callable[[], None], *, has_comm_hook: bool
+    ) -> None:
+        """Watch the parameters until the block is left; called before its first forward.
+
+        Args:
+            parameters: The parameters.
+            begin: Called at the first gradient of a backward.
+            has_comm_hook: Whether gradients pass through a comm hook, in which an optimizer may already step.
+        """
+        self.begin, self.task, self._needs_zeros = begin, -1, has_comm_hook
+        if not self._is_watching:
+            self._is_watching = True
+            for node in accumulators(parameters):
+                node.register_prehook(self._arrive)
+
+    def leave(self) -> None:
+        """Do nothing from here on; called when the block is left."""
+        self.begin, self.factor = None, 1.0
+
+    def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None] | None:
+        """Find a backward, and multiply a gradient; called before each gradient arrives at its parameter."""
+        if backward_under_way() != self.task and self.begin is not None:
+            self.begin()
+        if self.factor == 1.0 or (gradient := gradients[0]) is None:  # SyncBatchNorm passes None for an empty batch
+            return None
+        if not self.factor:  # even a gradient of NaN is gone
+            # For None, which costs less, the reducer adds 0, and writes the result into `grad` at the end.
+            return (torch.zeros_like(gradient) if self._needs_zeros else None,)
+        return (gradient * self.factor,)
+
+
+_arrivals: WeakKeyDictionary[DistributedDataParallel, Arrivals] = WeakKeyDictionary()
+
+
 class Forwards:
     """Hooks on a DDP module, which find its backwards and multiply their gradients by a factor.
 
@@ -58,19 +110,16 @@ class Forwards:
         self._ddp, self._parameters, self._buffers = ddp, parameters, buffers
         self.norms = synchronised_norms(cast("torch.nn.Module", ddp.module))
         """The layers that compute with the samples of all ranks together."""
+        self.arrivals = _arrivals.setdefault(ddp, Arrivals())
         self.reduces_next = False
         """Whether the reducer reduces in the next backward of any forward, since a synchronised forward has run."""
         self._outputs: list[ref[torch.Tensor]] = []
         self._awaits: Step | None = None  # the step of the last forward with grad, until its backward begins
         self._lock = RLock()  # each device has a thread that calls hooks
-        self._task = -1  # the number of the last backward in which a gradient arrived at a parameter
         self.entered: Backward | None = None
         """The last backward in which a gradient entered outputs of the module."""
         self.backward: Backward = Backward(-1)
         """The last backward of the module."""
-        self.factor = 1.0
-        """The number that multiplies the gradients of the current backward. It is 0 if a batch has the weight 0; even
-        gradients of NaN then become 0. For a comm hook, it turns each gradient into a part of the mean."""
 
     def attach(
         self, channel: Channel, on_forward: Callable[[], None], on_backward: Callable[[bool], None]
@@ -88,7 +137,6 @@ class Forwards:
         """
         ddp, inner = self._ddp, cast("torch.nn.Module", self._ddp.module)
         self._channel, self._on_forward, self._on_backward = channel, on_forward, on_backward
-        self._is_watching = False  # whether the parameters have their hooks; a rank without data needs none
         self._param_sync = ddp.require_forward_param_sync
         reducer.suppress_buffer_sync(ddp)
         self.inner = InnerForward(inner, channel, cast("set[str]", ddp.parameters_to_ignore))
@@ -105,6 +153,7 @@ class Forwards:
         self.inner.remove()
         # These hold a batch, or the module.
         del self.inner, self._channel, self._on_forward, self._on_backward, self.entered, self.backward
+        self.arrivals.leave()
         self._ddp.require_forward_param_sync = self._param_sync
         self.reduces_next = False
 
@@ -144,9 +193,9 @@ class Forwards:
             reducer.suppress_buffer_sync(self._ddp)
             self._buffers.notice_new_shapes()
         if torch.is_grad_enabled():
-            if not self._is_watching:
-                self._handles += [node.register_prehook(self._arrive) for node in accumulators(self._parameters)]
-                self._is_watching = True
+            if self.arrivals.begin is None:  # a rank without data needs no hooks
+                has_comm_hook = reducer.has_comm_hook(self._ddp)
+                self.arrivals.watch(self._parameters, self._arrive_first, has_comm_hook=has_comm_hook)
             self._on_forward()
         if watches:
             self.inner.begin(arguments)
@@ -188,7 +237,7 @@ class Forwards:
         backward = self._channel.scaling.enter_backward()
         if backward is not self.entered:
             self.entered, self._entered_synchronises = backward, synchronises
-            self._task = -1
+            self.arrivals.task = -1
         if step.is_dummy or step is not self._channel.place.step:
             self._check_step(step)
 
@@ -207,24 +256,17 @@ class Forwards:
                 " step. [J701]"
             )
 
-    def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor] | None:
-        """Find a backward, and multiply a gradient; called before each gradient arrives at its parameter."""
-        if backward_under_way() != self._task:
-            self._arrive_first()
-        if self.factor == 1.0 or (gradient := gradients[0]) is None:  # SyncBatchNorm passes None for an empty batch
-            return None
-        return (gradient * self.factor if self.factor else torch.zeros_like(gradient),)
-
     def _arrive_first(self) -> None:
         """Find out which backward it is whose first gradient arrives, and begin it if it is a new one of the module."""
+        arrivals = self.arrivals
         with self._lock:
             task, backward = backward_under_way(), self.entered
-            if task == self._task:
+            if task == arrivals.task:
                 return
             if backward is None or backward.task != task:
                 backward = self._channel.scaling.enter_backward(may_be_inside=True)
             if backward is not self.backward:
-                self.factor, is_entered = 1.0, backward is self.entered
+                arrivals.factor, is_entered = 1.0, backward is self.entered
                 if not is_entered and reducer.is_in_forward(self._ddp):
                     name = type(cast("object", self._ddp.module)).__name__
                     raise JoinError(
@@ -237,4 +279,4 @@ class Forwards:
                         self._check_step(self._awaits)
                     self.backward, self._awaits = backward, None
                     self._on_backward(is_entered and self._entered_synchronises)
-            self._task = task
+            arrivals.task = task

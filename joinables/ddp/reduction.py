@@ -5,7 +5,7 @@ from ``backward()`` to ``step()``::
 
               active rank                     dummy                           joined rank
               -----------                     -----                           -----------
-    found     by ``Forwards._arrive``         the same                        by a header
+    found     by ``Arrivals``                 the same                        by a header
     window    counts the backward             the same; the factor of the     dropped, unless this block left it open
                                               backward is 0
     close     ``_close_window``               the same                        the same
@@ -300,7 +300,7 @@ class GradientSync(DDPBurst):
                 )
             if weight is not None:
                 window.weight, window.unit = (window.weight or 0.0) + weight, channel.scaling.unit
-        self._forwards.factor = 0.0 if weight == 0 else 1.0
+        self._forwards.arrivals.factor = 0.0 if weight == 0 else 1.0
         window.backwards += 1
         if in_loop or not self.is_pending:
             mean = self._means.choose()
@@ -420,7 +420,7 @@ class GradientSync(DDPBurst):
             mean.begin(window)
         if mean.in_parts:
             factor = mean.factor()
-            self._forwards.factor *= factor
+            self._forwards.arrivals.factor *= factor
             reducer.multiply_gradients(self._parameters, factor)
         mean.window, self._memory.window = window, Window()
 
@@ -483,8 +483,8 @@ class GradientSync(DDPBurst):
             # A sharded optimizer reads the result, and so may a joinable of the user. The reducer itself learns the
             # order of gradients before it rebuilds the buckets, and reduces the record of the used parameters. A comm
             # hook may only work inside a backward.
-            others = [m for m in self._channel.roster.listed if not isinstance(m.joinable, DDPBurst)]
-            readers = [m for m in others if m.joinable.communicates]
+            listed = [member.joinable for member in self._channel.roster.listed]
+            readers = [each for each in listed if each.communicates and not isinstance(each, DDPBurst)]
             is_more = self._rebuild.is_due or self._ddp.find_unused_parameters or self._has_comm_hook
             if not (readers or is_more):
                 parameters = []  # the end of the block overwrites their gradients

@@ -27,7 +27,7 @@ from typing_extensions import Never
 from join import JoinReport
 from join.collectives._torch_private import pytree
 from join.errors import add_note
-from join.options import check_loader
+from join.read_ahead import check_loader
 from joinables.modules import keeping_modes, replaced
 from joinables.processes import ending_forks
 from joinables.trainer import rng

@@ -19,9 +19,9 @@ from join import Burst, Join, Joinable, JoinHook
 from join.collectives import SingleCollective, collective_of
 from join.registry import joinables_of
 from joinables import Mean
+from tests.dropin.counter import Summer
 from tests.harness import Pool, in_test_all
 from tests.join.counter import Counter, Leading
-from tests.joinables.summer import Summer
 from tests.training import TOLERANCE, assert_same, batch, build, flat_state, full_state, shard, whole
 
 STEPS = 3

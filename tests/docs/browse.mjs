@@ -13,7 +13,7 @@ const browser = await puppeteer.launch({ executablePath, headless: "shell", args
 const seen = { pages: {}, search: [] };
 
 // A page of the site, and what goes wrong in it.
-async function open(path, scheme, width) {
+async function open(path, scheme, width, address = base) {
   const page = await (await browser.createBrowserContext()).newPage(); // one that has chosen nothing yet
   const errors = [];
   page.on("console", (said) => said.type() === "error" && errors.push(`console: ${said.text()}`));
@@ -21,11 +21,11 @@ async function open(path, scheme, width) {
   page.on("requestfailed", (request) => errors.push(`failed: ${request.url()}`));
   page.on("response", (response) => response.status() >= 400 && errors.push(`${response.status()}: ${response.url()}`));
   page.on("request", (request) => {
-    if (!request.url().startsWith(base) && !request.url().startsWith("data:")) errors.push(`elsewhere: ${request.url()}`);
+    if (!/^(data|about|blob):/.test(request.url()) && !request.url().startsWith(address)) errors.push(`elsewhere: ${request.url()}`);
   });
   await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: scheme }]);
   await page.setViewport({ width, height: 900 });
-  await page.goto(`${base}/${path}`, { waitUntil: "networkidle0" });
+  await page.goto(`${address}/${path}`, { waitUntil: "networkidle0" });
   return [page, errors];
 }
 
@@ -36,6 +36,7 @@ function look() {
     heading: document.querySelector("article h1")?.textContent ?? "",
     text: article?.innerText ?? "",
     images: [...document.images].filter((image) => !image.complete || !image.naturalWidth).map((image) => image.src),
+    cut: [...document.querySelectorAll("article pre > code")].filter((code) => code.scrollWidth > code.clientWidth).length,
     width: Math.max(document.documentElement.scrollWidth, document.body.scrollWidth),
     background: light(getComputedStyle(document.body).backgroundColor),
     ink: light(getComputedStyle(article ?? document.body).color),
@@ -44,7 +45,7 @@ function look() {
 
 async function visit(path) {
   const found = (seen.pages[path] = {});
-  for (const [scheme, width] of [["light", 1200], ["dark", 400]]) {
+  for (const [scheme, width] of [["light", 1200], ["dark", 390]]) {
     const [page, errors] = await open(path, scheme, width);
     await page.evaluate(async () => { for (const image of document.images) await image.decode().catch(() => {}); });
     found[scheme] = { errors, ...(await page.evaluate(look)) };
@@ -60,10 +61,20 @@ await Promise.all(
   }),
 );
 
-const [page, errors] = await open(pages[0], "light", 1200);
-await page.type("[data-md-component=search-query]", "weight");
-await page.waitForSelector(".md-search-result__item", { timeout: 10000 }).catch(() => errors.push("search finds nothing"));
-seen.search = await page.$$eval(".md-search-result__item", (items) => items.map((item) => item.textContent));
-seen.errors = errors;
+seen.search = {};
+seen.errors = {};
+for (const [opened, address] of [["served", base], ["as files", `file://${process.env.SITE}`]]) {
+  const [page, errors] = await open(pages[0], "light", 1200, address);
+  await page.type("[data-md-component=search-query]", "weight");
+  await page.waitForSelector(".md-search-result__item", { timeout: 10000 }).catch(() => errors.push("search finds nothing"));
+  seen.search[opened] = await page.$$eval(".md-search-result__item", (items) => items.map((item) => item.textContent));
+  seen.errors[opened] = errors;
+}
+
+seen.moved = [];
+for (const old of ["failures.html", "failures.html#timeout"]) {
+  const [page] = await open(old, "light", 1200);
+  seen.moved.push(page.url().slice(base.length + 1));
+}
 await browser.close();
 console.log(JSON.stringify(seen));

@@ -281,7 +281,8 @@ def test_states_of_loaders(pool: Pool, ranks: int) -> None:
 
 def fail(rank: int) -> str:
     try:
-        Names(blocks("failures.md")[0], "map").run()
+        [code] = [each for each in blocks("hang.md") if "shard-7" in each]
+        Names(code, "map").run()
     except (OSError, PeerError) as error:
         return f"[rank{rank}]: {traceback.format_exception_only(error)[0]}"
     return ""
@@ -289,20 +290,25 @@ def fail(rank: int) -> str:
 
 def test_a_rank_that_fails(pool: Pool) -> None:
     """The ranks show the errors of the page."""
-    shown = examples_of("failures.md", "text")[0].code
+    shown = examples_of("hang.md", "text")[1].code
     assert "".join(reversed(pool.run(fail, ranks=2))) == shown
 
 
+def follow_end(rank: int) -> None:
+    [code] = [each for each in blocks("hang.md") if "destroy_process_group" in each]
+    exec(code, {"dist": dist})
+
+
 def test_the_end_of_a_script(ending: Ending) -> None:
-    ending.run(follow_all, "hang.md", 1, ranks=2)
+    ending.run(follow_end, ranks=2)
 
 
 # -- processes that an example starts ---------------------------------------------------------------------------------
 
 
-def follow_all(rank: int, page: str, start: int = 0) -> None:
-    names: dict[str, Any] = {"__name__": "guide", "dist": dist}
-    for code in blocks(page)[start:]:
+def follow_all(rank: int, page: str) -> None:
+    names: dict[str, Any] = {"__name__": "guide"}
+    for code in blocks(page):
         exec(code, names)
 
 

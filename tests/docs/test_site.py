@@ -60,8 +60,10 @@ class Page(HTMLParser):
 
 
 def pages_of(site: Path) -> list[str]:
+    """All pages but those that only lead to their heirs."""
     found = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
-    return sorted(found - {"404.html"})
+    moved = {path for path in found if "<title>Moved</title>" in (site / path).read_text()}
+    return sorted(found - moved - {"404.html"})
 
 
 def test_no_link_is_dead(site: Path) -> None:
@@ -78,6 +80,15 @@ def test_no_link_is_dead(site: Path) -> None:
             if not (site / target).exists() or unquote(parts.fragment) not in known:
                 dead.append(f"{path}: {link}")
     assert not dead
+
+
+def test_an_address_of_an_earlier_version_leads_to_its_heir(site: Path) -> None:
+    moved = sorted({path.relative_to(site).as_posix() for path in site.rglob("*.html")} - {"404.html", *pages_of(site)})
+    assert len(moved) > 10
+    for path in moved:
+        (link,) = Page((site / path).read_text()).links
+        target = urlsplit(urljoin(f"https://site/{path}", link))
+        assert target.fragment in Page((site / target.path.lstrip("/")).read_text()).anchors, path
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
@@ -134,7 +145,7 @@ def seen(site: Path) -> dict[str, Any]:
             text=True,
             timeout=LIMIT,
             check=False,
-            env={**os.environ, "TMPDIR": str(BROWSER / "tmp")},  # where the package unpacks the browser
+            env={**os.environ, "SITE": str(site), "TMPDIR": str(BROWSER / "tmp")},  # where the browser is unpacked
         )
     finally:
         server.shutdown()
@@ -158,7 +169,9 @@ def test_each_page_renders(seen: dict[str, Any], site: Path) -> None:
 
 
 def test_each_page_is_readable_on_a_telephone(seen: dict[str, Any]) -> None:
-    assert {path: looks["dark"]["width"] for path, looks in seen["pages"].items() if looks["dark"]["width"] > 400} == {}
+    """At 390 pixels, no page is wider than the window, and no code to paste is cut."""
+    narrow = {path: (looks["dark"]["width"], looks["dark"]["cut"]) for path, looks in seen["pages"].items()}
+    assert {path: found for path, found in narrow.items() if found[0] > 390 or found[1]} == {}
 
 
 def test_each_page_is_dark_where_that_is_wanted(seen: dict[str, Any]) -> None:
@@ -167,6 +180,12 @@ def test_each_page_is_dark_where_that_is_wanted(seen: dict[str, Any]) -> None:
         assert looks["dark"]["background"] < 80 < 130 < looks["dark"]["ink"], path
 
 
-def test_search_finds_a_word(seen: dict[str, Any]) -> None:
-    assert not seen["errors"]
-    assert any("weight" in text for text in seen["search"])
+@pytest.mark.parametrize("opened", ["served", "as files"])
+def test_search_finds_a_word(seen: dict[str, Any], opened: str) -> None:
+    assert not seen["errors"][opened]
+    assert any("weight" in text for text in seen["search"][opened])
+
+
+def test_an_old_address_leads_to_its_section(seen: dict[str, Any]) -> None:
+    """With its anchor, if the heir has it."""
+    assert seen["moved"] == ["hang.html#when-a-rank-fails", "hang.html#timeout"]

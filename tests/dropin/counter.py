@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms import join
 
 
 def counter_class(library: Any) -> Any:
@@ -60,3 +61,7 @@ def counter_class(library: Any) -> Any:
             return [work is None for work in self.works]
 
     return Counter
+
+
+Summer = counter_class(join)
+"""A joinable that somebody has written for torch's ``Join``."""

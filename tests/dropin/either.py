@@ -16,7 +16,7 @@ import pytest
 
 from join.collectives import collective_of
 from tests.ending import Ending
-from tests.harness import Pool
+from tests.harness import Pool, in_test_all
 
 OURS, TORCHS = "join", "torch.distributed.algorithms.join"
 """Where ``Join``, ``Joinable`` and ``JoinHook`` are imported from."""
@@ -25,7 +25,9 @@ OURS, TORCHS = "join", "torch.distributed.algorithms.join"
 def libraries(wrong: str = "") -> list[Any]:
     """Both, as parameters of a test; ``wrong`` says what torch's does, if that is not right."""
     must_fail = pytest.mark.xfail(reason=wrong, strict=True, raises=AssertionError)
-    return [pytest.param(OURS, id="ours"), pytest.param(TORCHS, id="torch's", marks=[must_fail] if wrong else [])]
+    # A change of this library cannot change what torch's does.
+    marks = [in_test_all, must_fail] if wrong else [in_test_all]
+    return [pytest.param(OURS, id="ours"), pytest.param(TORCHS, id="torch's", marks=marks)]
 
 
 def either(wrong: str = "") -> pytest.MarkDecorator:

@@ -1,4 +1,4 @@
-"""What torch's ``Join`` lets pass and this one does not, and the way out, which both take; docs/migrate.md tells it."""
+"""What torch's ``Join`` lets pass and this one does not, and the way out, which both take; docs/convert.md tells it."""
 
 from __future__ import annotations
 

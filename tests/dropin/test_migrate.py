@@ -1,4 +1,4 @@
-"""The loops of docs/migrate.md end where one process ends."""
+"""The loops of docs/convert.md that replace others end where one process ends."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tests.training import (
     reference,
 )
 
-TEXT = (Path(join.__file__).parent.parent / "docs" / "migrate.md").read_text()
+TEXT = (Path(join.__file__).parent.parent / "docs" / "convert.md").read_text()
 LOOPS = {
     heading: [
         "\n".join(line[1:] for line in diff.splitlines() if line[:1] != other)
         for diff in re.findall(r"^```diff\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
         for other in "+-"
     ]
-    for heading, section in re.findall(r"^## (.*?)$(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE)
+    for heading, section in re.findall(r"^### (From .*?)$(.*?)(?=^##+ |\Z)", TEXT, re.DOTALL | re.MULTILINE)
 }
 """The loops of each section, before and after the change that it shows."""
 BEFORE, AFTER = 0, 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from docs.engines import PAGE, page
 from docs.errors import texts
+from docs.tables import ENGINES, pages
 from tests.engines.table import COLUMNS, ROWS
 
 
@@ -24,7 +24,7 @@ def test_each_row_is_run() -> None:
 
 
 def test_the_page_is_that_of_the_table() -> None:
-    assert PAGE.read_text() == page(), "run python -m docs.engines"
+    assert ENGINES.read_text() == pages()[ENGINES], "run python -m docs.tables"
 
 
 def test_each_error_of_the_table_exists() -> None:

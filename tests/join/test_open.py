@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from typing import Any
 
@@ -117,8 +118,8 @@ TOLD = {
 @pytest.mark.parametrize("way", TOLD)
 def test_a_process_that_ends_with_its_block_open(ending: Ending, way: str) -> None:
     ends = ending.ends(ends_inside, way, limit=30)
-    assert ends[0].code == ends[2].code == 1  # of a rank that ends so, torch may abort the process at its very end
     for end in (ends[0], ends[2]):
+        assert end.code in (1, -signal.SIGABRT)  # torch may abort a process whose group is broken at its very end
         assert f"PeerError: rank 1 {TOLD[way]}" in end.text
 
 

@@ -143,13 +143,13 @@ def refused(rank: int, how: str, enable: bool) -> str:
     ("how", "divisor"),
     [
         ("factor", "divided by 1.0, not by the 3 ranks"),
-        ("factor of a part", "divided by 1.0, not by the 3 ranks"),
+        pytest.param("factor of a part", "divided by 1.0, not by the 3 ranks", marks=in_test_all),
         ("scatter", "divided by Scatters, not"),
         ("hook of a part", "divided by <lambda>, not"),
         ("FSDP1, hook", "divided by <lambda>, not"),
         ("HSDP, factor", "divided by 1.0, not by the 4 ranks"),
-        ("HSDP, scatter", "divided by Scatters, not"),
-        ("HSDP, hook", "divided by <lambda>, not"),
+        pytest.param("HSDP, scatter", "divided by Scatters, not", marks=in_test_all),
+        pytest.param("HSDP, hook", "divided by <lambda>, not", marks=in_test_all),
     ],
 )
 def test_another_divisor_is_refused(ending: Ending, how: str, divisor: str, enable: bool) -> None:

@@ -165,7 +165,8 @@ def in_half(rank: int, replicas: int, how: str) -> dict[str, torch.Tensor]:
     return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=in_test_all), 2])
+@in_test_all
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_mixed_precision(pool: Pool, replicas: int) -> None:
     by_hand = pool.run(in_half, replicas, "by hand", ranks=4)
     for state, expected in zip(pool.run(in_half, replicas, "lockstep", ranks=4), by_hand, strict=True):
@@ -233,7 +234,7 @@ def run_loop_in_one_process(loop: str) -> dict[str, torch.Tensor]:
     return flat_state(model.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", [pytest.param(loop, marks=[in_test_all] * (LOOPS[loop] == (2, 1))) for loop in LOOPS])
 def test_loops(pool: Pool, loop: str) -> None:
     states = pool.run(run_loop, loop)
     for state in states:
@@ -334,7 +335,9 @@ def train_tensor_parallel(rank: int, how: str, iterates: bool) -> dict[str, torc
     return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
 
 
-@pytest.mark.parametrize(("how", "iterates"), [("fully_shard", True), ("DDP", True), ("DDP", False)])
+@pytest.mark.parametrize(
+    ("how", "iterates"), [("fully_shard", True), pytest.param("DDP", True, marks=in_test_all), ("DDP", False)]
+)
 def test_tensor_parallel(pool: Pool, how: str, iterates: bool) -> None:
     """In DDP, each rank reduces its part of the parameters with ranks that have the same part."""
     expected = reference(PAIRS)

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from join import Join
 from joinables import LossGate
-from tests.harness import Pool
+from tests.harness import Pool, all_or_each
 from tests.training import TOLERANCE, assert_same, batch, flat_state, mesh_of, whole
 from tests.versions import OWN_BUFFERS
 
@@ -82,8 +82,10 @@ def write(rank: int, how: str, dummy: Any) -> dict[str, torch.Tensor]:
     return dict(module.named_buffers())
 
 
-@pytest.mark.parametrize("dummy", ["empty", "last"])
-@pytest.mark.parametrize("how", ["DDP", "FSDP1", "FSDP2", "HSDP", "tensor parallel", "parts"])
+@pytest.mark.parametrize(
+    ("how", "dummy"),
+    all_or_each(product(["DDP", "FSDP1", "FSDP2", "HSDP", "tensor parallel", "parts"], ["empty", "last"])),
+)
 def test_buffers(pool: Pool, how: str, dummy: str) -> None:
     alone = Writes()
     for step in range(4):
@@ -141,7 +143,7 @@ WAYS = [("DDP", dummy, idiom) for dummy in ("empty", "last") for idiom in ("in p
 OTHERS = [("gate", "last", "in place"), *[(how, "empty", "in place") for how in ("FSDP2", "HSDP")]]
 
 
-@pytest.mark.parametrize(("how", "dummy", "idiom"), [*WAYS, *OTHERS])
+@pytest.mark.parametrize(("how", "dummy", "idiom"), [*all_or_each(WAYS), *OTHERS])
 def test_a_momentum_encoder(pool: Pool, how: str, dummy: str, idiom: str) -> None:
     module = Momentum(idiom)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -55,8 +55,10 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
         options["gradient_as_bucket_view"] = True
     zero = draw(st.booleans())
+    # DDP itself looks for the parameters behind outputs, or learns its graph there.
+    hidden = options.keys().isdisjoint({"find_unused_parameters", "static_graph"}) and draw(st.booleans())
     case = Case(
-        Model(recipe),
+        Model(recipe, hidden=hidden),
         DDP(options, hook=draw(st.sampled_from(["", "", "allreduce"]))),
         Optimizer(draw(OPTIMIZERS), RATE, zero=zero, zero_views=zero and draw(st.booleans())),
         Data(draw(counts()), weighted=draw(st.booleans())),

@@ -13,9 +13,9 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError, ProtocolError
+from tests.dropin.counter import Summer
 from tests.ending import Ending
 from tests.harness import Pool
-from tests.joinables.summer import Summer
 from tests.training import assert_same, batch, build, flat_state
 
 COUNTS = [0, 4, 2]
@@ -283,7 +283,7 @@ def with_torch_joinables(rank: int, first: bool) -> tuple[Any, ...]:
     assert summers[0].keywords == {"rate": 3, "divide_by_initial_world_size": False}
     assert summers[0]._join_config.enable is False
     announced = [[work is not None for work in summer.works] for summer in summers]
-    return [summer.total for summer in summers], announced, summers[0].last
+    return [summer.total for summer in summers], announced, summers[0].last_joiner
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 from join import Join, JoinError, ProtocolError
 from join.registry import joinables_of
 from tests.ending import Ending
-from tests.harness import Pool
+from tests.harness import Pool, all_or_each
 from tests.training import TOLERANCE, assert_same, batch, build, flat_state, mesh_of
 
 RANKS = 3
@@ -836,8 +837,7 @@ def counting(rank: int, way: str, kind: str) -> Any:
     return flat_state(*(module.module.state_dict() for module in modules))
 
 
-@pytest.mark.parametrize("way", [PLAIN, ITERATE])
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(("kind", "way"), all_or_each(product(STEPS, [PLAIN, ITERATE])))
 def test_a_counter_that_sets_the_learning_rate(pool: Pool, way: str, kind: str) -> None:
     modules = [build("mlp") for _ in range(1 + (kind == "GAN"))]
     optimizer = torch.optim.SGD([each for module in modules for each in module.parameters()], lr=0.1)

@@ -1,4 +1,4 @@
-"""A plain block warns about an optimizer, scheduler or scaler that it should list."""
+"""A plain block warns about an optimizer, scheduler or scaler that it should list, and a loop about a module."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
@@ -86,7 +88,8 @@ def test_it_names_the_missing_object(pool: Pool, of: type[Training], listed: lis
     none, some = pool.run(missing, of, listed, ranks=2)
     assert not none or "scheduler" in fix  # rank 0 has no batch, and steps nothing
     assert len(some) == 1
-    assert some[0].endswith(f"List it: {fix}.")
+    assert some[0].endswith(f"List it: {fix}. [J891]")
+    assert "scheduler" in fix or " at test_unlisted.py:" in some[0]
 
 
 class Halves(Training):
@@ -140,3 +143,36 @@ def in_two_blocks(rank: int) -> list[list[str]]:
 def test_it_is_silent_where_nothing_is_missing(pool: Pool, run: Callable[[int], list[list[str]]]) -> None:
     for messages in pool.run(run, ranks=2):
         assert not any(messages)
+
+
+def of_unlisted_modules(rank: int, kind: str, way: str) -> list[str]:
+    listed, other = DistributedDataParallel(build("mlp")), build("mlp")
+    if kind == "fully_shard":
+        fully_shard(other, mesh=init_device_mesh("cpu", (2,)))
+    elif kind != "plain":
+        other = DistributedDataParallel(other)
+    optimizer = torch.optim.SGD([*listed.parameters(), *other.parameters()], lr=0.1, foreach=False)
+    objects = [listed, other, optimizer] if kind == "listed" else [listed, optimizer]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Join(objects, divide_by_initial_world_size=False) as join:
+            for x, y in join.iterate([batch(rank, 0, step) for step in range(3 * rank)]):
+                optimizer.zero_grad()
+                loss = (listed(x) + other(x) - y).square().mean()
+                (join.scale(loss) if way == "scaled" else loss).backward()
+                optimizer.step()
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("kind", ["DistributedDataParallel", "fully_shard", "plain"])
+def test_a_second_module_of_a_loop(pool: Pool, kind: str) -> None:
+    for texts in pool.run(of_unlisted_modules, kind, "", ranks=2):
+        assert len(texts) == 1, texts  # although there are three steps
+        assert "SGD steps 6 parameters of no listed module" in texts[0]
+        assert "join.scale(loss)" in texts[0]
+
+
+@pytest.mark.parametrize(("kind", "way"), [("DistributedDataParallel", "scaled"), ("listed", "")])
+def test_a_second_module_that_is_right(pool: Pool, kind: str, way: str) -> None:
+    assert pool.run(of_unlisted_modules, kind, way, ranks=2) == [[], []]

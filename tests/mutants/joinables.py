@@ -220,8 +220,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "gradient * self.factor if self.factor else torch.zeros_like(gradient)",
-        "gradient * self.factor",
+        "        if not self.factor:  # even",
+        "        if self.factor == 2.0:  # even",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number",
     ),
     Mutant(
@@ -709,8 +709,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "            self._forwards.factor *= factor\n",
-        "            self._forwards.factor = factor\n",
+        "            self._forwards.arrivals.factor *= factor\n",
+        "            self._forwards.arrivals.factor = factor\n",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number[True]",
     ),
     Mutant(
@@ -769,14 +769,14 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        " if not isinstance(m.joinable, DDPBurst)]",
+        " and not isinstance(each, DDPBurst)]",
         "]",
         "tests/joinables/ddp/test_shadowed_backwards.py::test_nothing_is_called_for_each_parameter",
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "[m for m in self._channel.roster.listed if",
-        "[m for m in self._means.scope.members if",
+        "listed = [member.joinable for member in self._channel.roster.listed]\n            readers",
+        "listed = [member.joinable for member in self._means.scope.members]\n            readers",
         "tests/joinables/ddp/test_shadowed_backwards.py::test_an_optimizer_of_another_block_steps_on_the_gradients",
     ),
     Mutant(
@@ -799,7 +799,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "                self.factor, is_entered = 1.0, backward is self.entered",
+        "                arrivals.factor, is_entered = 1.0, backward is self.entered",
         "                is_entered = backward is self.entered",
         "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[outputs: empty: after]",
     ),
@@ -808,5 +808,23 @@ MUTANTS = [
         "                    self.backward, self._awaits = backward, None",
         "                    self.backward = backward",
         "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[outputs: empty: after]",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "        self.begin, self.factor = None, 1.0",
+        "        self.begin = None",
+        "tests/joinables/ddp/test_hooks_on_parameters.py::test_as_one_process[True-False]",
+    ),
+    Mutant(
+        "joinables/unlisted.py",
+        "        others = [each for each in stepped if id(each) not in listed]",
+        "        others = list[torch.Tensor]()",
+        "tests/joinables/test_unlisted.py::test_a_second_module_of_a_loop[fully_shard]",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "torch.zeros_like(gradient) if self._needs_zeros else None",
+        "None",
+        "tests/joinables/ddp/test_arguments.py::test_a_listed_optimizer_that_steps_inside_the_backward",
     ),
 ]

@@ -148,7 +148,7 @@ class Rank:
         self.read, self.outcome = "", ""
         self.ended = threads.Event()
         self.leader, self.follower = Stepped(group, 1), Plain(group, 2)
-        self.own, self.inner = Own(group, 3), Own(group, 4)
+        self.own, self.inner, self.after = Own(group, 3), Own(group, 4), Plain(group, 6)
         self.left = 0
         """The number of blocks that it has left without an error."""
 
@@ -218,6 +218,12 @@ class Rank:
         with Join([self.inner]):
             self.inner(self.number)
 
+    def pend(self) -> None:
+        with Join([self.inner, self.after]):
+            self.inner.announce()
+            self.after(self.number)
+            self.inner.announce()  # the block ends before it runs, and before what follows it
+
     def loop(self, batches: int, *, breaks: bool = False) -> None:
         for _ in self.join.iterate([torch.zeros(1)] * batches):
             if breaks:
@@ -240,6 +246,7 @@ LETTERS: dict[str, Callable[[Rank], None]] = {
     "t": Rank.twice,
     "f": Rank.alone,
     "n": Rank.nest,
+    "p": Rank.pend,
     "0": lambda rank: rank.loop(0),
     "1": lambda rank: rank.loop(1),
     "2": lambda rank: rank.loop(2),
@@ -249,6 +256,10 @@ LETTERS: dict[str, Callable[[Rank], None]] = {
     "|": lambda rank: None,
     "!": lambda rank: None,
 }
+
+
+BESIDE = "p"
+"""Letters that ``verdicts.parts`` leaves out: programs with them are compared with :func:`reference` alone."""
 
 
 def named(error: BaseException) -> str:
@@ -278,28 +289,32 @@ def quietly(call: Callable[[], object]) -> Callable[[], None]:
 
 STEPS = {"i": (1, 1, 1), "s": (0, 1, 1), "t": (2, 1, 1), "f": (1, 1, 0), "b": (1, 1, 0)}
 """How often a step contributes to its own burst, to the leader's and to the follower's, by letter."""
+NESTED = {"n": ((1,),), "p": ((0, 0), (1, 0))}
+"""What a nested block contributes to each of its bursts, and to what follows them, by letter."""
 
 
 def reference(words: Sequence[str]) -> tuple[list[list[int]], int] | None:
     """Return the sums of each joinable and the number of steps, or ``None`` if the ranks do not fit.
 
-    Ranks that fit have as many blocks, and in each as many loops, with as many bursts before each of them.
+    Ranks that fit have as many blocks, and in each as many loops and nested blocks in the same order, with as many
+    bursts before each of them.
     """
-    sums, steps = [list[int]() for _ in range(4)], 0
+    sums, steps = [list[int]() for _ in range(5)], 0
     blocks = [re.split(r"[|!]", word) for word in words]
     if not _are_equal(map(len, blocks)):
         return None
     for block in zip(*blocks, strict=True):
-        parts = [re.split(r"([012b])", word) for word in block]  # of a rank: plain steps, a loop, plain steps, ...
+        # of a rank: plain steps, a loop or a nested block, plain steps, ...
+        parts = [re.split(r"([012bnp])", word) for word in block]
         if not _are_equal(map(len, parts)):
             return None
         for at, part in enumerate(zip(*parts, strict=True), 1):
             words_of_steps = [each.replace("0", "").replace("1", "i").replace("2", "ii") for each in part]
             rows = [_contributions(word, 10**rank) for rank, word in enumerate(words_of_steps)]
-            is_loop, is_last = at % 2 == 0, at == len(parts[0])
-            if ("b" in part and not _are_equal(part)) or not (
-                is_loop or is_last or _are_equal([*map(len, row)] for row in rows)
-            ):
+            is_plain, is_last = at % 2 == 1, at == len(parts[0])
+            if ("b" in part and not _are_equal(part)) or not _are_equal(word in NESTED for word in part):
+                return None
+            if is_plain and not is_last and not _are_equal([*map(len, row)] for row in rows):
                 return None
             for total, of_ranks in zip(sums, zip(*rows, strict=True), strict=True):
                 total += map(sum, zip_longest(*of_ranks, fillvalue=0))
@@ -314,10 +329,10 @@ def _are_equal(values: Iterable[Any]) -> bool:
 
 def _contributions(letters: str, number: int) -> list[list[int]]:
     """Return what a rank contributes to each burst of each joinable: its number, or nothing."""
-    found = [list[int]() for _ in range(4)]
+    found = [list[int]() for _ in range(5)]
     for letter in letters:
-        if letter == "n":
-            found[3].append(number)
+        for times, row in zip(NESTED.get(letter, ()), found[3:], strict=False):
+            row += [number * each for each in times]
         for times, row in zip(STEPS.get(letter, ()), found, strict=False):
             row += [number] * times or [0]
     return found
@@ -335,7 +350,9 @@ def kind_of(ranks: Sequence[Rank]) -> str:
     - ``unnamed``: a rank fails because of another, and does not name the right one.
     """
     outcomes = [rank.outcome for rank in ranks]
-    found = [[each.sum.sums for each in (rank.own, rank.leader, rank.follower, rank.inner)] for rank in ranks]
+    found = [
+        [each.sum.sums for each in (rank.own, rank.leader, rank.follower, rank.inner, rank.after)] for rank in ranks
+    ]
     states = [(rank.leader.state, int(rank.leader.buffer)) for rank in ranks]
     if {*outcomes} == {"ok"}:
         expected = reference([rank.read.rstrip(".") for rank in ranks])

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import random
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from tests.harness import at_night
-from tests.worlds.programs import LETTERS
+from tests.harness import ALL, NIGHT, at_night
+from tests.worlds.programs import BESIDE, ENDS, LETTERS
 from tests.worlds.reached import Reached
 from tests.worlds.scheduler import THREADING as threads
 from tests.worlds.scheduler import TIME, Scheduler
 from tests.worlds.transports import TRANSPORTS
 from tests.worlds.verdicts import RIGHT, SIZES, judge, kept, ready, sample
 
-SAMPLED = 200
+SAMPLED = 500 if ALL else 50
+"""Programs over each transport, beside one for each verdict; ``python -m tests.worlds`` runs all."""
 LONGER = ("b1,b1", "!i,!", "iii,iii", "2,1")
 """Programs of more than one letter that reach more than pairs of letters do."""
 UNREACHED = {
@@ -44,10 +46,22 @@ def test_programs_end_as_before(over: str) -> None:
             assert now.essence == before[over, program].essence, f"{program}, now {now}: see python -m tests.worlds"
 
 
+def test_programs_with_letters_beside_the_kept_ones_end_right() -> None:
+    """All words of up to two letters on two ranks; those with the same word on both, which end well, in each run."""
+    words = ["", *LETTERS, *map("".join, itertools.product(LETTERS, repeat=2))]
+    pairs = [pair for pair in itertools.combinations_with_replacement(words, 2) if {*BESIDE} & {*"".join(pair)}]
+    alike = [(one, other) for one, other in pairs if one == other and not {*ENDS, "f"} & {*one}]
+    with ready():
+        for over in TRANSPORTS:
+            for pair in [*alike, *(pairs if NIGHT else random.Random(0).sample(pairs, SAMPLED))]:
+                _, now = judge(over, ",".join(pair), 2)
+                assert now.kind in (("ok",) if pair in alike else RIGHT), f"{pair} over {over}: {now}"
+
+
 def test_who_runs_next_makes_no_difference() -> None:
     before = {key: verdict for key, verdict in kept().items() if verdict.kind in RIGHT}
     with ready():
-        for over, program in sample(before, 100, seed=1)[-100:]:
+        for over, program in sample(before, SAMPLED, seed=1)[-SAMPLED:]:
             for seed in (1, 2, 3):
                 _, now = judge(over, program, SIZES[program.count(",") + 1], seed)
                 assert now.essence == before[over, program].essence, f"{program} over {over}, seed {seed}: {now}"

@@ -15,12 +15,13 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from tests.shorter import using
-from tests.worlds.programs import ENDS, LETTERS, run
+from tests.worlds.programs import BESIDE, ENDS, LETTERS, run
 from tests.worlds.scheduler import in_place
 from tests.worlds.transports import TRANSPORTS
 
@@ -120,7 +121,7 @@ class Part(NamedTuple):
 
     def split(self, rank: int) -> Iterator[Part]:
         """Yield the parts in which the word of a rank ends here, or has another letter."""
-        for letter in ("", *sorted(LETTERS)):
+        for letter in ("", *sorted(LETTERS.keys() - BESIDE)):
             word = self.words[rank] + letter
             words, is_open = [*self.words], [*self.is_open]
             words[rank], is_open[rank] = word, letter not in ("", *ENDS) and len(word) < self.longest
@@ -173,6 +174,7 @@ def keep(verdicts: Verdicts) -> None:
     FILE.write_bytes(lzma.compress(text.encode(), preset=9))
 
 
+@cache
 def kept() -> Verdicts:
     """Return the verdicts that :func:`keep` wrote."""
     found: Verdicts = {}

@@ -62,10 +62,15 @@ def test_end(request: pytest.FixtureRequest, ending: Ending, started: dict[Cell,
 
 def test_no_file_is_left_in_memory(files_before: set[Path]) -> None:
     """Whatever became of the ranks of the tests above."""
+
+    def left() -> set[Path]:
+        files = set(MEMORY.iterdir()) - files_before
+        return {file for file in files if "join" in file.name or "PYTEST_XDIST_WORKER" not in os.environ}
+
     deadline = time.monotonic() + 10  # other tests may use some for a moment
-    while (left := set(MEMORY.iterdir()) - files_before) and time.monotonic() < deadline:
+    while left() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not [file for file in left if "join" in file.name or "PYTEST_XDIST_WORKER" not in os.environ]
+    assert not left()
 
 
 def check(cell: Cell, ends: list[End]) -> None:

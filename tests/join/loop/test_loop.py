@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from threading import Event
 from typing import Any
 
@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.batch import emptied
 from join.collectives import SingleCollective, ThreadCollective, run_threads
+from tests.harness import all_or_each
 from tests.join.counter import Counter, Leading, blames, group_works
 from tests.shorter import using
 
@@ -317,9 +318,9 @@ def test_leaving_together_is_an_orderly_end(options: dict[str, Any], at: int, wh
     assert run_threads(3, lambda collective: outcome(collective, body, list(batches(0, 3)), **options)) == ["fine"] * 3
 
 
-@pytest.mark.parametrize("where", ["middle", "end"])
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("options", [{}, {"lookahead": 2}])
+@pytest.mark.parametrize(
+    ("options", "fails", "where"), all_or_each(product([{}, {"lookahead": 2}], [False, True], ["middle", "end"]))
+)
 def test_leaving_together_and_late(options: dict[str, Any], fails: bool, where: str) -> None:
     """However long one of them takes: it saves a checkpoint, say."""
 
@@ -798,10 +799,10 @@ def test_a_disabled_loop_keeps_its_length_and_the_attributes_of_its_loader() -> 
         ({"loader": 5}, "loader=5 cannot be iterated. Pass a DataLoader"),
         ({"until": "last"}, "until='last' is not a valid value. Pass 'all' to loop"),
         ({"dummy": "none"}, "dummy='none' is not a valid value. Pass 'empty', 'last', or a function"),
-        ({"lookahead": -1}, "lookahead=-1 is not possible"),
-        ({"lookahead": 1.5}, "lookahead=1.5 is not a whole number of steps"),
-        ({"lookahead": True}, "lookahead=True is not a whole number of steps"),
-        ({"window": True}, "window=True is not a whole number of steps"),
+        ({"lookahead": -1}, "lookahead=-1 is not a finite number of at least 0"),
+        ({"lookahead": 1.5}, "lookahead=1.5 is not a whole number"),
+        ({"lookahead": True}, "lookahead=True is not a whole number"),
+        ({"window": True}, "window=True is not a whole number"),
     ],
 )
 def test_bad_arguments(options: Any, text: str) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from join import Join
 from join.collectives import ThreadCollective, run_threads
-from join.options import Options
-from join.rounds import bits_of
+from join.rounds import Options, bits_of
 
 WEIGHTS = {"whole": [0, 1, 7, 2**39], "large": [1, 2**40, 2**60], "fractions": [0, 0.1, 0.3, 1e-300, 1e17, 3]}
 

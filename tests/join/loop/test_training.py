@@ -27,10 +27,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from join import Join, JoinError
+from tests.dropin.counter import Summer
 from tests.ending import Ending
 from tests.harness import Pool, first_and_last, in_test_all
 from tests.joinables.ddp.nets import RANKS, Data, Nets, compute_all, loss, plain, streams
-from tests.joinables.summer import Summer
 from tests.shorter import using
 from tests.training import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.versions import all_gather_single
@@ -550,7 +550,7 @@ def loaded(rank: int, workers: int) -> tuple[dict[str, torch.Tensor], list[int],
                 join.scale(loss(ddp(x), y)).backward()
                 optimizer.step()
         totals.append(summer.total)
-    return flat_state(ddp.module.state_dict(), optimizer.state_dict()), totals, summer.last
+    return flat_state(ddp.module.state_dict(), optimizer.state_dict()), totals, summer.last_joiner
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=in_test_all)])

@@ -16,14 +16,16 @@ def pair(collective: ThreadCollective) -> tuple[Leading, Leading]:
 
 
 def test_a_rank_that_has_left_an_inner_block_has_data() -> None:
-    def run(collective: ThreadCollective) -> str:
+    def run(collective: ThreadCollective) -> tuple[str, int]:
         outer, inner = pair(collective)
         with Join([outer]) as join:
-            with Join([inner]):
-                inner()
-            return join.channel.progress().doing  # for the errors of ranks that wait for this one
+            with Join([inner]) as nested:
+                for _ in nested.iterate([0]):
+                    inner()
+            progress = join.channel.progress()  # for the errors of ranks that wait for this one
+        return progress.doing.partition(" (")[0], progress.loop
 
-    assert [doing.partition(" (")[0] for doing in run_threads(2, run)] == ["has announced nothing"] * 2
+    assert run_threads(2, run) == [("has announced nothing", 0)] * 2  # the loop was the inner block's
 
 
 def test_an_inner_block_may_be_uneven_where_the_outer_one_throws() -> None:

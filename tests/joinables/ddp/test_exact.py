@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.harness import Parts, Pool, all_or_each, parts_in
+from tests.harness import ALL, Parts, Pool, all_or_each, parts_in
 from tests.training import DDP, Case, Data, Loop, Model, Optimizer, Step, check, shorter
 
 CASES = {
@@ -142,7 +142,10 @@ def parts_of_case(name: str) -> Parts:
     return parts_in(CASES[name])
 
 
-@pytest.mark.parametrize("name", all_or_each(CASES, parts_of_case))
+SOME = [name for name, case in CASES.items() if ALL or not case.model.compiled]  # to compile takes seconds
+
+
+@pytest.mark.parametrize("name", all_or_each(SOME, parts_of_case))
 def test_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, shorter(CASES[name]))
 

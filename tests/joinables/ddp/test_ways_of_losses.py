@@ -195,7 +195,9 @@ def train(rank: int, case: Case) -> list[torch.Tensor]:
                 if case.weights and case.block == "plain":
                     join.weight = int(weight)
                 with contextlib.nullcontext() if ends else ddp.no_sync():
-                    ddp(x)
+                    output = ddp(x)
+                    if case.way in SHOWN:
+                        module.z = output  # with find_unused_parameters a copy, behind which DDP looks for parameters
                     if case.penalty == "between" and ends:
                         module.penalty().backward()
                     loss = module.loss(y)
@@ -230,10 +232,8 @@ def is_a_case(case: Case) -> bool:
         # A rank without data runs no code, so it has no penalties, and its windows end where its data does.
         return not case.penalty and case.window == 1
     # DDP reduces a penalty in the place of the loss, which is then a second backward; and that one is not scaled.
-    # The second backward is not found in time if its first gradient is of a parameter that is used outside, and with
-    # find_unused_parameters the reducer is not armed again, which is J441.
-    is_found = case.way in SHOWN and case.options != "find_unused_parameters"
-    return case.penalty != "between" or (is_found and not scales(case))
+    # The second backward is not found in time if its first gradient is of a parameter that is used outside.
+    return case.penalty != "between" or (case.way in SHOWN and not scales(case))
 
 
 SHOWN = "outputs", "adapter", "reentrant"
@@ -266,6 +266,7 @@ ALWAYS = [
     Case("attribute beside outputs, outside", "empty", "", 1, "", ""),
     Case("outputs", "empty", "", 1, "after", ""),
     Case("outputs", "last", "weights", 1, "before", "kept"),
+    Case("outputs", "empty", "", 1, "between", "find_unused_parameters"),
     Case("object", "plain", "weights", 1, "", "comm hook"),
     Case("two reentrant, hidden", "last", "", 1, "", ""),
     Case("hook", "empty", "with 0", 2, "after", "gradient_as_bucket_view"),

@@ -49,6 +49,12 @@ class HorovodCollective(Collective):
             ) from missing
         self._has_initialised = False
 
+    def place(self) -> tuple[int, int, int]:
+        """Return the rank of this process, the number of ranks, and its rank on this machine; initialises Horovod."""
+        if not self._hvd.is_initialized():
+            self._hvd.init()
+        return self._hvd.rank(), self._hvd.size(), self._hvd.local_rank()
+
     @override
     def setup(self, rank: int, world_size: int) -> None:
         super().setup(rank, world_size)

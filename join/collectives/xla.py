@@ -39,6 +39,14 @@ class XLACollective(Collective):
                 " the same version. [J863]"
             ) from missing
 
+    def place(self) -> tuple[int, int, int]:
+        """Return the rank of this process, the number of ranks, and its rank on this machine."""
+        return self._runtime.global_ordinal(), self._runtime.world_size(), self._runtime.local_ordinal()
+
+    def device(self) -> torch.device:
+        """Return the device of this process."""
+        return torch.device(self._xla.device())
+
     @override
     def setup(self, rank: int, world_size: int) -> None:
         super().setup(rank, world_size)

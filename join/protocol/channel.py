@@ -155,6 +155,8 @@ class Channel:
         """The place of this rank in the innermost block."""
         self.loops = 0
         """The number of loops over ``Join.iterate`` that have begun on this channel."""
+        self.moved = 0
+        """The number of times that this rank has moved without a burst, as far as the user of the block knows."""
         self.late_use: LateUse | None = None
         """The search for a consumer that reads ahead of the loop body, during a loop and after it; ``None`` if there
         is no such consumer."""
@@ -190,6 +192,9 @@ class Channel:
             self.headers.apply(self.headers.last)
         self._set_roster(Roster((*self.roster.scopes, scope), self.collective.world_size))
         if not self.place.step.in_loop:
+            # All ranks enter with data, even after another block in the same one, which some left early. And the last
+            # unit may come from a small batch at its end.
+            self.headers.leader, self.scaling.unit = 0, 1.0
             self.place = Place(loop=self.place.loop)
 
     def agree(self) -> None:
@@ -232,7 +237,7 @@ class Channel:
         """Return the progress of this rank, for other ranks that wait for it; called in another thread."""
         headers, place = self.headers.tally.headers, self.place
         loop, phase = place.loop, place.phase
-        reached = Progress() if loop is None else loop.progress.place()
+        reached = Progress(issued=self.moved) if loop is None else loop.progress.place()
         announcer = self.headers.last.member
         doing = "has announced nothing" if announcer is None else f"announced {announcer.joinable.join_name}"
         doing = f"{'is out of data' if phase is Phase.DRAINING else doing} (header {headers})"
@@ -392,6 +397,26 @@ class Channel:
         outstanding, self._outstanding = self._outstanding, []
         for follower in outstanding:
             self._run_main_hook(follower)
+
+    def meet(self, doing: str, *, vote: bool = False) -> bool:
+        """Wait between bursts, outside of loops, until all ranks do the same.
+
+        Args:
+            doing: The activity of this rank, as a predicate.
+            vote: The vote of this rank.
+
+        Returns:
+            Whether all ranks vote.
+
+        Raises:
+            ProtocolError: If another rank does something else.
+            PeerError, JoinTimeoutError: If another rank fails, or does not arrive within ``timeout``.
+        """
+        self.prepare()
+        message = self.messages.start(doing, vote=vote)
+        if not self.headers.last.is_applied:  # not before, for ranks that apply it after their next header
+            self.headers.apply(self.headers.last)
+        return self.messages.check(message).votes == self.collective.world_size
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 

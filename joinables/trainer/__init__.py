@@ -4,14 +4,14 @@ Call ``Trainer(devices=4).fit(module, loader)`` with a :class:`TrainModule` whos
 
     trainer             the class that users call, and one rank's part of a run
     module              base classes of modules and callbacks
-    strategy            the wrapper of a module, and its gradients
+    strategy, own       the wrapper of a module, and its gradients; strategies over other libraries than torch's
     launch              one function on all ranks, in processes started here or by a launcher
     loop, run           fit, evaluation and prediction on one rank, and their state
     data, metrics, rng  distribution of batches; means over all samples; random states
     callbacks           the trainer's own callbacks
     loggers, progress   what is written and shown while a run works
     output              lines and files of the processes that are started
-    checkpoint, rescue  snapshots that a fit resumes from; weights that a failure after training would lose
+    checkpoint          snapshots that a fit resumes from, and the weights that a failure after training would lose
 """
 
 from joinables.trainer.callbacks import EarlyStopping, ModelCheckpoint
@@ -28,6 +28,7 @@ from joinables.trainer.launch import (
 )
 from joinables.trainer.loggers import CSVLogger
 from joinables.trainer.module import Callback, TrainModule
+from joinables.trainer.own import HorovodStrategy, XLAStrategy
 from joinables.trainer.strategy import DDPStrategy, Strategy, register_strategy, strategies
 from joinables.trainer.trainer import Result, Trainer
 
@@ -39,6 +40,7 @@ __all__ = [
     "DDPStrategy",
     "EarlyStopping",
     "FileCheckpointIO",
+    "HorovodStrategy",
     "LaunchError",
     "Launcher",
     "ModelCheckpoint",
@@ -51,6 +53,7 @@ __all__ = [
     "UnevenDistributedSampler",
     "WorkerDied",
     "WorkerRaised",
+    "XLAStrategy",
     "register_strategy",
     "strategies",
 ]

@@ -36,6 +36,7 @@ import os
 import stat
 import zipfile
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ from join.errors import described
 from joinables._torch.objects import mark_stepped
 from joinables.modules import replaced
 from joinables.trainer.files import replacing, save
+from joinables.trainer.launch import read
 from joinables.trainer.metrics import MetricStore
 from joinables.trainer.run import Run
 
@@ -315,3 +317,90 @@ def load_checkpoint(io: CheckpointIO, path: str | os.PathLike[str]) -> dict[str,
             " received for this path. [J713]"
         )
     return state
+
+
+# -- the end of a fit -------------------------------------------------------------------------------------------------
+
+# Hooks of a fit may change the parts of a module, and hooks and states of users may raise after the last step. Hours of
+# training must not depend on either.
+
+
+def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> str:
+    """Load weights as far as they fit, and return a warning about the others, or about the module's own method.
+
+    A buffer that is ``None`` here, or has a different shape, is replaced. So is a parameter that is ``None``.
+    """
+    raised, kind = "", type(module)
+    try:
+        module.load_state_dict(weights)
+        return ""
+    except Exception as error:  # torch raises after it has loaded what fits; a method of the user's may raise before
+        if kind.load_state_dict is not torch.nn.Module.load_state_dict:
+            raised = f"{kind.__name__}.load_state_dict raised {described(error)}, so torch's was called. "
+    buffers = dict(module.named_buffers())
+    for name, value in weights.items():
+        path, _, attribute = name.rpartition(".")
+        with contextlib.suppress(AttributeError):
+            owner = module.get_submodule(path)
+            if (before := getattr(owner, attribute)) is None or (name in buffers and before.shape != value.shape):
+                try:
+                    setattr(owner, attribute, value)
+                except TypeError:  # a parameter that is None
+                    setattr(owner, attribute, torch.nn.Parameter(value))
+    shapes = {name: getattr(value, "shape", None) for name, value in module.state_dict().items()}
+    fitting = {name: value for name, value in weights.items() if shapes.get(name, 0) == getattr(value, "shape", None)}
+    torch.nn.Module.load_state_dict(module, fitting, strict=False)
+    if rest := sorted((weights.keys() | shapes.keys()) - fitting.keys()):
+        raised += (
+            f"A hook of the fit has changed the parts of {kind.__name__}: {', '.join(rest)} exist either in the trained"
+            " module or in this process, or have another shape there. All other weights are loaded here. To have all"
+            " of them here too, make these parts in __init__. "
+        )
+    return raised
+
+
+def weights_only(run: Run) -> dict[str, Any]:
+    """Return the part of a snapshot that one rank has."""
+    try:
+        weights = run.module.state_dict()
+    except Exception:  # get_extra_state or a hook of the user's raises
+        parts = *run.module.named_parameters(), *run.module.named_buffers()
+        weights = {name: each.detach() for name, each in parts}
+    return {"epochs": run.trainer.epochs, "global_step": run.trainer.global_step, "module": weights}
+
+
+def changed_weights(run: Run) -> dict[str, Any] | None:
+    """Return the weights that the process which started the run lacks: those that have changed since the snapshot."""
+    if run.task.stage != "fit":
+        return None if run.task.saved is None else run.module.state_dict()
+    path, weights = run.task.folder / "snapshot", run.module.state_dict()
+    before: dict[str, Any] = read(path)["module"] if path.exists() else {}
+
+    def is_known(name: str, value: Any) -> bool:
+        known, is_tensor = before.get(name), isinstance(value, torch.Tensor)
+        return is_tensor and isinstance(known, torch.Tensor) and torch.equal(known, value.cpu())
+
+    return {name: value for name, value in weights.items() if not is_known(name, value)}
+
+
+def keep_trained(folder: Path, io: CheckpointIO, state: Mapping[str, Any]) -> str:
+    """Write a snapshot, and return a sentence with its path, or with the reason why there is none."""
+    name = f"trained-epoch={state['epochs']}-step={state['global_step']}"
+    paths = (folder / f"{name}{f'-v{version}' if version else ''}.ckpt" for version in count())
+    path, problem = str(next(path for path in paths if not path.exists())), ""
+    file, weights = FileCheckpointIO(), state["module"]
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    # Entries of a hook, a callback or get_extra_state may be objects that cannot be written, or not be read again.
+    for writer, kept in (
+        (io, dict(state)),
+        (file, dict(state)),
+        (file, {"module": weights}),
+        (file, {"module": tensors}),
+    ):
+        try:
+            writer.save_checkpoint(kept, path)
+            load = "torch.load" if type(writer) is FileCheckpointIO else "trainer.checkpoint_io.load_checkpoint"
+            return f"{load}({path!r})['module'] returns the trained weights."
+        except Exception as error:
+            problem = described(error)
+    return f"Its weights could not be saved: {problem}."

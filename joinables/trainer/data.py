@@ -13,6 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
@@ -66,6 +67,8 @@ class UnevenDistributedSampler(Sampler[int]):
         self.dataset = dataset
         self.shuffle, self.seed, self.block_size = shuffle, seed, block_size
         self.epoch = self.start = 0
+        self.skip = 0
+        """The number of blocks of this rank that the next iteration leaves out, since they were used before."""
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the order of an epoch.
@@ -97,8 +100,10 @@ class UnevenDistributedSampler(Sampler[int]):
 
     @override
     def __iter__(self) -> Iterator[int]:
-        order, block = self.order(), self.block_size
-        for first in range(self.start + self.rank * block, len(order), self.num_replicas * block):
+        order, block, skipped = self.order(), self.block_size, self.skip
+        self.skip = 0
+        first_block = self.start + (skipped * self.num_replicas + self.rank) * block
+        for first in range(first_block, len(order), self.num_replicas * block):
             yield from order[first : first + block]
 
     def order(self) -> Sequence[Any]:
@@ -213,6 +218,30 @@ def share(loader: Any, collective: Collective, seed: int, *, shuffle: bool | Non
             stacklevel=2,
         )
     return part
+
+
+def is_read_by_all(loader: Any) -> bool:
+    """Return whether every rank reads all samples of a loader, as far as is known here."""
+    source: Any = _source_of(loader)
+    return sampler_of(loader) is None and (source is None or not _distributes(source))
+
+
+def refuse_same(collective: Collective, batches: Iterator[tuple[int, Any, bool]]) -> Iterator[tuple[int, Any, bool]]:
+    """Return the batches of this rank, after a comparison of the ranks' first batches; called on all ranks.
+
+    Raises:
+        ValueError: On all ranks, if two ranks begin with the same batch, since they then train on the same samples.
+    """
+    first = list(islice(batches, 1))
+    norms = [tensor.double().square().sum().item() for _, batch, _ in first for tensor in tensors_in(batch)]
+    firsts = collective.all_gather_object(norms, plain=True)
+    if ranks := [rank for rank, own in enumerate(firsts) if own and firsts.count(own) > 1]:
+        raise ValueError(
+            f"The train_loader of ranks {ranks} begins with the same batch, so they train on the same samples. Have"
+            " each rank read a part of its own, such as datasets.distributed.split_dataset_by_node(stream, rank,"
+            " world_size), or pass a DataLoader over a map-style data set, which the trainer distributes. [J882]"
+        )
+    return chain(first, batches)
 
 
 def sampler_of(loader: Any) -> UnevenDistributedSampler | None:

@@ -6,17 +6,19 @@ If the launcher starts the processes, the parent and each worker share the work 
     pickles fn and args into a file
     binds a port, and starts the workers        maps the file
     serves a store at that port                 asks the socket for its port, and closes its copy
-                                                meets the others at the store; rank 0 removes the file
+                                                meets the others at the store; the first removes the file
     waits until the processes end               makes the process group
                                                 runs fn
-                                                rank 0 writes its result into a file
-                                                rank 0 puts one tuple into the queue, with the name of that file
+                                                the first puts one tuple into the queue: its result
                                                 puts "done" into the store; waits a while for the other ranks
                                                 takes the group down, unless fn raised, or did so itself
                                                 leaves a report: that fn returned, or its exception
     reads the reports                           ends
     ends the others after a failure
-    gets the tuple, once; maps the file
+    gets the tuple, once; maps its files
+
+With several nodes, there is a parent on each. The first worker of a node has the lowest rank there. The parent of the
+first node serves the store, at the address that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
 
 A process that torchrun or another launcher has started does the middle part of the worker, and keeps the result or the
 exception of ``fn`` for itself.
@@ -24,14 +26,10 @@ exception of ``fn`` for itself.
 torchrun describes the rank of a process and the address of the store in environment variables. The variables are read,
 never set. For another launcher, the user passes a :class:`ClusterEnvironment`.
 
-Everything that may be long goes through a file. The tuple in the queue is shorter than ``PIPE_BUF``, so no pipe can be
-full while its reader waits for the writer to end. A report is complete or missing if its writer is killed. Space for a
-short report is reserved before the workers start, so a failure can be reported, shortened, even if the disk is full.
-
-A result may hold hours of work, and an exception of ``fn`` may have one, too, as an attribute :data:`RESULT`. If the
-launch fails although the file of a result is complete, the exception that the parent raises has the result as this
-attribute. While rank 0 writes this file, it is not ended for the failure of another rank. If a result cannot be sent,
-rank 0 calls the result's method ``lost``, if it has one, with the exception.
+The tuple has short fields themselves, and of long ones the name of a file. So it is shorter than ``PIPE_BUF``, and no
+pipe can be full while its reader waits for the writer to end. A report is complete or missing if its writer is killed.
+Space for a short report is reserved before the workers start, so a failure can be reported, shortened, even if the disk
+is full.
 
 A process that a worker forks or starts is not a worker. It has a copy of all that the worker has open, so the parent
 waits for the end of the process itself, and not for a pipe. A fork that leaves ``fn`` ends there.
@@ -41,6 +39,7 @@ Files are mapped and not copied: all workers share the tensors of the call in me
 
 from __future__ import annotations
 
+import json
 import mmap
 import multiprocessing
 import os
@@ -58,6 +57,7 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,7 @@ from torch.distributed.distributed_c10d import BackendConfig
 from typing_extensions import override
 
 from join import JoinTimeoutError, PeerError
+from join.collectives import collective_of
 from join.collectives._torch_private import let_go_before_exit
 from join.collectives.broken import is_broken
 from join.collectives.store import local_store
@@ -80,9 +81,9 @@ StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
 
 _T = TypeVar("_T")
 
-RESULT = "_joinables_result"  # an attribute of exceptions
 _LOOPBACK = "127.0.0.1"  # the address of this machine, which all started processes share
 _SPARE = 4096  # bytes that are reserved for the report of each rank
+_SHORT, _MOST_FIELDS = 200, 15  # characters of a field of the tuple, and fields; longer ones go through files
 
 
 class LaunchError(RuntimeError):
@@ -145,6 +146,7 @@ class Launcher:
             process writes. If there are several ranks, each line then begins with the rank.
         environment: The place of this process, if a launcher has started it; by default, the environment variables of
             torchrun say whether it has.
+        node: The part of the ranks that this launcher starts, if another one starts others; by default all ranks.
 
     Raises:
         ValueError: If ``world_size`` is not positive or is not the number of processes that were started, or if
@@ -160,9 +162,11 @@ class Launcher:
         timeout: timedelta | None = None,
         worker_logs: Path | None = None,
         environment: Environment | None = None,
+        node: Node | None = None,
     ) -> None:
         self._environment = launcher_of(world_size, environment)
         started = world_size if self._environment is None else self._environment.place.world_size
+        self._node = node or Node(range(world_size))
         if world_size < 1 or world_size != started:
             raise ValueError(
                 f"{world_size=} is not positive, or is not the number of processes that a launcher has started. Pass"
@@ -187,10 +191,11 @@ class Launcher:
         Args:
             fn: The function. It is importable, unless processes are forked or a launcher started them.
             args: The arguments. They are pickled as they are. Workers share the memory of the tensors, each until
-                it changes them.
+                it changes them. The class ``Place`` as an argument becomes the :class:`Place` of the rank.
 
         Returns:
-            The result of ``fn`` on rank 0. Its tensors are on the CPU if it comes from a process started here.
+            The result of ``fn`` on rank 0, or on the lowest rank that this launcher has started. Its tensors are on the
+            CPU if it comes from a process started here.
 
         Raises:
             NotPicklable: If ``fn`` or an argument (before any process starts) or the result cannot be pickled.
@@ -206,11 +211,11 @@ class Launcher:
             return self._start(fn, args)
         place = environment.place
         store = fresh_store(environment.store(), place.rank, place.world_size, environment.environ)
-        return _as_rank(place, store, self._options, ending_forks()(fn), args)
+        return _as_rank(place, store, self._options, ending_forks()(fn), _placed(args, place))
 
     def _start(self, fn: Callable[..., _T], args: tuple[Any, ...]) -> _T:
         """Run ``fn(*args)`` in processes that are started for it."""
-        forks, ranks = self._start_method == "fork", self._world_size
+        forks, ranks = self._start_method == "fork", self._node.ranks
         if forks and dist.is_initialized():
             raise LaunchError(
                 "start_method='fork' would copy the process group of this process. Destroy the group first, or pass"
@@ -221,7 +226,7 @@ class Launcher:
                 "This process has used its GPU, so processes that start_method='fork' starts cannot use it. Pass"
                 " start_method='spawn', or do not use the GPU before the launch. [J500]"
             )
-        threads = min(torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // ranks))
+        threads = min(torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // len(ranks)))
         if self._worker_logs is not None:
             output.create(self._worker_logs, ranks)
         with temporary_folder() as name, socket.create_server((_LOOPBACK, 0)) as listening:
@@ -236,26 +241,31 @@ class Launcher:
                     )
                 # This process may have computed on several threads, and a fork of it has none of them.
                 forks, threads = True, 1
-            for rank in range(ranks):
+            for rank in ranks:
                 (folder / f"spare-{rank}").write_bytes(bytes(_SPARE))
             start_method = "fork" if forks else self._start_method
             results = multiprocessing.get_context(start_method).SimpleQueue()
             call = (fn, args) if forks else None
-            job = _Job(ranks, self._options, threads, folder, self._worker_logs, results, listening, call)
-            try:
-                failures = _run(job, start_method)
-                if failures:
-                    (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
-                    if others:
-                        text = "; ".join(f"rank {rank} failed too: {text[:200]}" for _, rank, _, text in others)
-                        add_note(error, text)
-                    raise error
-            except BaseException as error:  # of another rank, after rank 0 has returned, or Ctrl-C
-                if (folder / "result").exists():
-                    vars(error)[RESULT] = _read(folder / "result")
-                raise
-            (result,) = results.get()
-            return _read(folder / result)
+            job = _Job(
+                self._world_size,
+                self._node,
+                self._options,
+                threads,
+                folder,
+                self._worker_logs,
+                results,
+                listening,
+                call,
+            )
+            if failures := _run(job, start_method):
+                (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
+                if others:
+                    text = "; ".join(f"rank {rank} failed too: {text[:200]}" for _, rank, _, text in others)
+                    add_note(error, text)
+                raise error
+            is_tuple, *fields = results.get()
+            got = tuple(read(folder / field) if isinstance(field, _Name) else field for field in fields)
+            return cast("Any", got if is_tuple else got[0])
 
     @property
     def _uses_gpu(self) -> bool:
@@ -264,13 +274,40 @@ class Launcher:
 
 
 @dataclass(frozen=True)
+class Node:
+    """Ranks that one launcher starts.
+
+    Attributes:
+        ranks: The ranks.
+        address: The address of the store, if several launchers start ranks.
+    """
+
+    ranks: range
+    address: tuple[str, int] | None = None
+
+
+def node_of(devices: int, num_nodes: int, environ: Mapping[str, str]) -> Node | None:
+    """Return the part of the ranks that this process starts as one of several nodes, from environment variables.
+
+    Returns:
+        The part. ``None`` if the variables ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` do not name one.
+    """
+    number, host, port = (environ.get(name, "") for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"))
+    if not (number.isdecimal() and int(number) < num_nodes and host and port.isdecimal()):
+        return None
+    first = int(number) * devices
+    return Node(range(first, first + devices), (host, int(port)))
+
+
+@dataclass(frozen=True)
 class _Job:
     """The task of a worker.
 
     Attributes:
+        node: The ranks of the workers.
         options: The options of the process group.
         worker_logs: The folder for the output of the workers, if it has one.
-        results: The queue into which rank 0 puts one tuple: the name of the file with the result of ``fn``.
+        results: The queue into which the first worker puts one tuple: the result of ``fn``.
         listening: The socket of the store, which all workers inherit. The store is served only after all workers are
             forked: a fork copies locks as they are, and the store's thread takes a lock of the C library at each
             connection. Until then, connections wait.
@@ -279,6 +316,7 @@ class _Job:
     """
 
     world_size: int
+    node: Node
     options: dict[str, Any]
     threads: int
     folder: Path
@@ -290,8 +328,19 @@ class _Job:
 
 # -- processes that a launcher has started ----------------------------------------------------------------------------
 
+_made: WeakSet[dist.ProcessGroup] = WeakSet()
+"""The process groups that launches have made in this process."""
+
 _served: dict[tuple[str, int], dist.TCPStore] = {}
 """The stores that this process serves as rank 0. They live until it ends, since other ranks may need them longer."""
+
+
+def _serve(address: tuple[str, int]) -> dist.TCPStore:
+    """Return the store that this process serves at an address."""
+    if address not in _served:
+        # Multi-tenant: the script itself may have made a process group on the same port.
+        _served[address] = dist.TCPStore(*address, is_master=True, wait_for_workers=False, multi_tenant=True)
+    return _served[address]
 
 
 @dataclass(frozen=True)
@@ -355,12 +404,7 @@ class Environment:
             )
         if place.rank != 0:
             return dist.TCPStore(*address, place.world_size, is_master=False)
-        if address not in _served:
-            # Multi-tenant: the script itself may have made a process group on the same port.
-            _served[address] = dist.TCPStore(
-                *address, place.world_size, is_master=True, wait_for_workers=False, multi_tenant=True
-            )
-        return _served[address]
+        return _serve(address)
 
     def address(self) -> tuple[str, int]:
         """Return host and port of the store."""
@@ -504,7 +548,8 @@ def _needs_fork(call: Any, path: Path) -> bool:
         return text.find(b"c__main__\n") >= 0  # as pickle writes the module of a function or class
 
 
-def _read(path: Path) -> Any:
+def read(path: Path) -> Any:
+    """Return the value that :func:`write` has written; its tensors are mapped."""
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
 
@@ -512,23 +557,25 @@ def _run(job: _Job, start_method: StartMethod) -> list[_Failure]:
     """Start the workers, wait until all have ended, and return their failures; no worker is left running."""
     workers: list[BaseProcess] = []
     try:
-        for rank in range(job.world_size):
+        for rank in job.node.ranks:
             workers.append(start(_work, rank, job, method=start_method))
         store = local_store(job.listening)
+        if job.node.address is not None and 0 in job.node.ranks:
+            _serve(job.node.address)
         try:
-            return _watch(workers, job.folder)
+            return _watch(dict(zip(job.node.ranks, workers, strict=True)), job.folder)
         finally:
             del store  # an exception that passes here keeps this frame, and with it the socket
     finally:
         _end(workers)
 
 
-def _watch(workers: Sequence[BaseProcess], folder: Path) -> list[_Failure]:
+def _watch(workers: Mapping[int, BaseProcess], folder: Path) -> list[_Failure]:
     """Wait until all workers have ended, or for a while after the first failure, and return the failures."""
-    running = {worker: rank for rank, worker in enumerate(workers)}
+    running = {worker: rank for rank, worker in workers.items()}
     failures: list[_Failure] = []
-    silent, deadline = set(range(len(workers))), None  # the ranks that have not left a report
-    while running and (deadline is None or time.monotonic() < deadline or _is_writing(running, folder)):
+    silent, deadline = set(workers), None  # the ranks that have not left a report
+    while running and (deadline is None or time.monotonic() < deadline):
         left = None if deadline is None else max(deadline - time.monotonic(), TIMEOUTS.look)
         gone = [running.pop(worker) for worker in ended(running, left)]
         # A worker leaves its report before it ends, so the reports of all ended workers exist.
@@ -545,11 +592,6 @@ def _watch(workers: Sequence[BaseProcess], folder: Path) -> list[_Failure]:
         if failures and deadline is None:
             deadline = time.monotonic() + TIMEOUTS.first
     return failures
-
-
-def _is_writing(running: Mapping[BaseProcess, int], folder: Path) -> bool:
-    """Return whether rank 0 writes its result now."""
-    return 0 in running.values() and any(folder.glob(".*.part"))
 
 
 def _failures_in(rank: int, report: bytes) -> list[_Failure]:
@@ -587,13 +629,14 @@ def _work(rank: int, job: _Job) -> None:
     torch.set_num_threads(job.threads)
     try:
         with job.listening:  # the copy of this process
-            address = job.listening.getsockname()
+            address = job.node.address or cast("tuple[str, int]", job.listening.getsockname())
         output.begin(rank, job.world_size, job.folder, job.worker_logs)
         fn, args = _call_of(job)
+        place = Place(rank, job.world_size, job.node.ranks.index(rank))
         store = fresh_store(dist.TCPStore(*address, is_master=False), rank, job.world_size)
-        if rank == 0:  # all ranks have opened it, and it should not stay if the parent is killed
+        if place.local_rank == 0:  # all ranks have opened it, and it should not stay if the parent is killed
             (job.folder / "call").unlink(missing_ok=True)
-        _as_rank(Place(rank, job.world_size, rank), store, job.options, _run_and_send, (job, rank, fn, args))
+        _as_rank(place, store, job.options, _run_and_put, (job, place, fn, args))
     except SystemExit:
         raise  # fn ends the process with this code, which the parent reads
     except BaseException as error:
@@ -615,31 +658,32 @@ def _work(rank: int, job: _Job) -> None:
     _leave_report(rank, job.folder, None)
 
 
-def _run_and_send(job: _Job, rank: int, fn: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Run ``fn(*args)``; rank 0 sends the result before it waits for other ranks, which may fail."""
-    try:
-        with ending_forks():
-            result = fn(*args)
-    except BaseException as error:
-        if (result := vars(error).pop(RESULT, None)) is not None:
-            _send(result, job.folder, error)
-        raise
-    if rank == 0:
-        _send(result, job.folder)
-        job.results.put(("result",))
+def _run_and_put(job: _Job, place: Place, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Run ``fn(*args)``; the first worker puts the result before it waits for other ranks, which may fail."""
+    with ending_forks():
+        result: Any = fn(*_placed(args, place))
+    if place.local_rank == 0:
+        is_tuple = type(result) is tuple and len(cast("tuple[Any, ...]", result)) <= _MOST_FIELDS
+        fields: Sequence[Any] = cast("tuple[Any, ...]", result) if is_tuple else [result]
+        job.results.put((is_tuple, *(_put(field, job.folder, number) for number, field in enumerate(fields))))
 
 
-def _send(result: Any, folder: Path, cause: BaseException | None = None) -> None:
-    """Write the result of rank 0, and read it as the parent will. After ``cause``, no other error is raised."""
-    try:
-        write(result, folder / "result")
-        _read(folder / "result")
-    except BaseException as error:
-        (folder / "result").unlink(missing_ok=True)
-        if hasattr(result, "lost"):
-            result.lost(cause or error)  # the last process that has the result ends here
-        if cause is None:
-            raise
+def _placed(args: Sequence[Any], place: Place) -> list[Any]:
+    return [place if arg is Place else arg for arg in args]
+
+
+class _Name(str):
+    """Name of a file with a field of a result."""
+
+
+def _put(field: Any, folder: Path, number: int) -> Any:
+    """Return a field of a result, or the name of a file that has it, which is then read as the parent will read it."""
+    with suppress(TypeError, ValueError, RecursionError):  # it is not plain data
+        if len(json.dumps(field)) <= _SHORT:
+            return field
+    write(field, folder / f"result-{number}")
+    read(folder / f"result-{number}")
+    return _Name(f"result-{number}")
 
 
 def _call_of(job: _Job) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -677,9 +721,12 @@ def _as_rank(
         fn: The function.
         args: Its arguments.
     """
+    if dist.is_initialized() and dist.group.WORLD in _made and collective_of(None).kept.lost:
+        dist.destroy_process_group()  # a failure in an earlier launch, which all ranks have raised, has left it
     made = not dist.is_initialized()
     if made:
         dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **options)
+        _made.add(cast("dist.ProcessGroup", dist.group.WORLD))
     found = f"rank {dist.get_rank()} of {dist.get_world_size()}, backend {dist.get_backend_config()}"
     backend = BackendConfig(cast("dist.Backend", dist.Backend(options["backend"])))
     wanted = f"rank {place.rank} of {place.world_size}, backend {backend}"
@@ -717,7 +764,27 @@ def write(value: Any, path: Path) -> None:
             save(value, file.write)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise NotPicklable(
-            f"The {path.name} cannot be pickled for another process: {described(error)}. Use functions and classes"
-            " from the top level of a file, or fork the processes: start_method='fork', or strategy='ddp_fork' of a"
-            " Trainer. [J230]"
+            f"The {path.name.partition('-')[0]} cannot be pickled for another process: {described(error)}. The cause is"
+            f" {_culprit(value)}. Use functions and classes from the top level of a file, or fork the processes:"
+            " start_method='fork', or strategy='ddp_fork' of a Trainer. [J230]"
         ) from error
+
+
+def _culprit(value: Any, place: str = "") -> str:
+    """Return the name of a part that cannot be pickled, of which all parts can."""
+    if isinstance(value, Mapping):
+        parts = [(f"{place}[{key!r}]", part) for key, part in cast("Mapping[Any, Any]", value).items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [(f"{place}[{i}]" if place else "", part) for i, part in enumerate(cast("Sequence[Any]", value))]
+    else:
+        place = place or type(value).__name__
+        held: Mapping[str, Any] = getattr(value, "__dict__", {})
+        parts = [(f"{place}.{name}", part) for name, part in held.items()]
+    for name, part in parts:
+        try:
+            pickle.dumps(part)
+        except RecursionError:
+            break
+        except Exception:
+            return _culprit(part, name)
+    return f"{place or 'an object'}, of type {type(cast('object', value)).__name__}"

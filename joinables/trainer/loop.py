@@ -20,21 +20,35 @@ remainder at its end. So the n-th synchronised backward of one rank meets the n-
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
+from typing_extensions import override
 
 from join.batch import map_tensors
+from join.collectives._torch_private import pytree
+from join.errors import add_note
 from join.transfer import broadcast_tree
 from joinables.modules import keeping_modes, replaced
 from joinables.trainer import checkpoint, rng
-from joinables.trainer.data import Plan, gather_on_first, known_length, sampler_of, share
+from joinables.trainer.checkpoint import FileCheckpointIO, keep_trained, weights_only
+from joinables.trainer.data import (
+    Plan,
+    gather_on_first,
+    is_read_by_all,
+    known_length,
+    refuse_same,
+    sampler_of,
+    share,
+)
+from joinables.trainer.launch import Place
 from joinables.trainer.metrics import monitored
-from joinables.trainer.module import TrainModule
-from joinables.trainer.run import Run, Snapshots, Task, TrainerState, is_limit
+from joinables.trainer.module import TrainModule, warn_of_own_state
+from joinables.trainer.run import Run, Task, TrainerState, is_limit
 from joinables.trainer.samples import SampleCounter, counts_samples
 
 logger = logging.getLogger("joinables")
@@ -43,25 +57,43 @@ logger = logging.getLogger("joinables")
 class Fit(Run):
     """Fit on one rank, which trains a module and validates it after every epoch if it has batches for that."""
 
-    def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
-        super().__init__(trainer, module, task, device)
+    def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, place: Place) -> None:
+        super().__init__(trainer, module, task, place)
         self._loader = self._val_loader = None
         self._hooks: list[Any] = []
-        self.snapshots = Snapshots(self.collective, partial(checkpoint.take, self))
         self._accumulated = 1
         """The number of batches in one optimizer step of this epoch."""
         self._window_samples = 0
         """The number of samples since the last optimizer step."""
-        self.trained: dict[str, Any] | None = None
-        """The snapshot at the end of the fit, or an empty one once only the end is left; a failure would lose it."""
+        self._has_warned = False  # of states that drift
+        self._needs_even = False
+        """Whether different numbers of batches are an error."""
+
+    @override
+    def take_snapshot(self, active: bool) -> dict[str, Any] | None:
+        return checkpoint.take(self, active)
+
+    @property
+    def steps_of_an_epoch(self) -> float:
+        """Number of optimizer steps in an epoch, from the lengths when the fit began; infinite if one is unknown."""
+        if self.plan.shortest is None:
+            return math.inf
+        batches = (
+            self.plan.shortest if self.trainer.uneven == "stop" else max(filter(None, self.plan.lengths), default=0)
+        )
+        return math.ceil(batches / self.trainer.accumulate_grad_batches)
 
     def start(self, train_loader: Any, val_loader: Any) -> None:
         """Wrap the module, build its optimizers, and resume from the snapshot of rank 0, if it has one."""
         trainer, module, ranks = self.trainer, self.module, self.collective.world_size
-        seed, state = broadcast_tree(self.collective, (self.task.seed, self.task.saved), 0)
+        trainer.strategy.meet("begins a fit")
+        seed, state = self.task.seed, self.task.saved
+        if self.is_at_home or trainer.num_nodes > 1:  # processes that one process has started all have its task
+            seed, state = broadcast_tree(self.collective, (seed, state), 0)
         self._loader = share(train_loader, self.collective, seed)
         self.position.sampler = sampler_of(self._loader)
         self._val_loader = None if val_loader is None else local_loader(self, val_loader)
+        self.plan = Plan.agree(self.collective, self._loader)
         self._wrap()
         optimizers, self.schedulers = parse_optimizers(module.configure_optimizers())
         if foreign := set(parameters_of(optimizers)).difference(module.parameters()):
@@ -102,7 +134,7 @@ class Fit(Run):
         if not self._is_within_limits and self.collective.rank == 0:
             text = "This fit trains nothing, as %d epochs and %d steps reach max_epochs=%s or max_steps=%s. Raise them."
             logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
-        trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
+        self._agree_to_stop()
         while self._is_within_limits and not trainer.should_stop:
             steps, is_resumed = trainer.global_step, self.position.resume_from is not None
             self._epoch()
@@ -112,10 +144,26 @@ class Fit(Run):
                     warnings.warn(f"An epoch made no optimizer step. {reason}.", stacklevel=2)
                 if not is_limit(trainer.max_epochs):
                     break  # the fit would never reach max_steps
-        self.trained = {}
+        self._keep_trained()
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
         with self.fresh_metrics():
             self._call_and_reduce("on_train_end")
+
+    def _keep_trained(self) -> None:
+        """Put the trained weights where no failure of the user's last hooks can reach them."""
+        trainer, state, io = self.trainer, None, self.trainer.checkpoint_io if self.is_at_home else FileCheckpointIO()
+        try:
+            # On the CPU, since the trainer keeps the snapshot until the next fit.
+            state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, self.snapshots.take())
+            if state is not None:
+                trainer.hand_over(state)
+        except Exception as error:  # of a hook or a state of the user's, or since the disk is full
+            if self.collective.rank == 0:
+                state = state or weights_only(self)
+                add_note(error, kept := f"The module was trained. {keep_trained(trainer.default_root_dir, io, state)}")
+                logger.error(kept)
+            raise
+        trainer.strategy.meet("has kept the trained weights")  # only then can a rank fail in a last hook
 
     def end(self) -> None:
         """Remove the hooks on the user's optimizers, free the gradients, and release persistent data workers."""
@@ -151,12 +199,13 @@ class Fit(Run):
         self.position.begin_epoch(trainer.epochs, self._loader)
         self.module.on_train_epoch_start()
         self.call("on_train_epoch_start")
+        trainer.strategy.meet("reads its first batch")
         plan = Plan.agree(self.collective, self._loader)
         if self.shown is not None:
             self.shown.lengths = [plan.shortest] if trainer.uneven == "stop" else plan.lengths
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
-        finished = self.collective.reduce_boolean_decision(self._train(plan))
+        finished = trainer.strategy.meet("has ended an epoch", self._train(plan))
         trained = self.reduce_metrics()
         if not finished:
             return  # a later fit resumes in the middle of this epoch
@@ -175,7 +224,11 @@ class Fit(Run):
         trainer.epochs += 1
         self.position.end_epoch()
         self._call_and_reduce("on_train_epoch_end")
-        trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
+        self._agree_to_stop()
+
+    def _agree_to_stop(self) -> None:
+        """Stop on all ranks if one of them stops."""
+        self.trainer.should_stop = not self.trainer.strategy.meet("begins an epoch", not self.trainer.should_stop)
 
     def _call_and_reduce(self, hook: str) -> None:
         """Call a hook of the module and of all callbacks; each sees the metrics that the previous ones have logged."""
@@ -189,17 +242,19 @@ class Fit(Run):
     def _train(self, plan: Plan) -> bool:
         """Train on one epoch's batches and return whether this rank reached their end."""
         uneven = self.trainer.uneven
-        vote = uneven == "stop" and plan.shortest is None and len(plan.lengths) > 1
+        self._needs_even = uneven != "stop" and getattr(self.trainer.strategy, "sync_batchnorm", False)
+        vote = (uneven == "stop" or self._needs_even) and plan.shortest is None and len(plan.lengths) > 1
         self._accumulated = self.trainer.accumulate_grad_batches
         is_weighted = self._accumulated > 1 or not plan.equal_batches or counts_samples(self.module)
         self.weight_unit = plan.batch_size if is_weighted else None
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
+        if self._needs_even and not even and plan.shortest is not None:
+            self._refuse_uneven(f"The ranks have {plan.lengths} batches")
         listed = [
             *self.optimizers,
             *(stepped.scheduler for stepped in self.schedulers),
             *([self.scaler] if self.scaler.is_enabled() else []),
             self.trainer,
-            self.snapshots,
         ]
         block = self.trainer.strategy.block(
             listed,
@@ -208,18 +263,30 @@ class Fit(Run):
             transform_gradients=self._prepare_gradients,
         )
         apart = "" if even or vote else "an epoch in which ranks may have different numbers of batches"
+        limit, voting = plan.shortest if uneven == "stop" else None, self._while_all_have_one if vote else None
+        batches = self.position.batches(self._loader, limit, voting)
+        if len(plan.lengths) > 1 and self.trainer.epochs == 0 and is_read_by_all(self._loader):
+            batches = refuse_same(self.collective, batches)
         with replaced(self, "apart", apart), block:
-            finished = self._train_batches(plan.shortest if uneven == "stop" else None, vote=vote)
+            finished = self._train_batches(batches)
             self.samples = 0  # values that this rank logs while it shadows others weigh nothing
+        if plan.shortest is not None and not (even or self._has_warned):
+            self._has_warned = True
+            warn_of_own_state([self.module, *self.trainer.callbacks])
         return finished
 
-    def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
-        module, voting = self.module, self._while_all_have_one if vote else None
-        samples = SampleCounter(module, self._loader)
-        for index, batch, is_last in self.position.batches(self._loader, limit, voting):
+    def _train_batches(self, batches: Iterator[tuple[int, Any, bool]]) -> bool:
+        """Train on the batches, and return whether they were the rest of the epoch.
+
+        A hook that returns -1 before a batch ends the epoch, as in Lightning.
+        """
+        module, samples = self.module, SampleCounter(self.module, self._loader)
+        for index, batch, is_last in batches:
             batch = self.take(batch, samples(batch, index))
-            module.on_train_batch_start(batch, index)
-            self.call("on_train_batch_start", batch, index)
+            told = [module.on_train_batch_start(batch, index)]
+            told += [each.on_train_batch_start(self.trainer, module, batch, index) for each in self.trainer.callbacks]
+            if -1 in told:
+                return True
             if module.automatic_optimization:
                 outputs = self._automatic_step(batch, index, is_last)
             else:
@@ -238,6 +305,16 @@ class Fit(Run):
         while self.collective.reduce_boolean_decision(batch is not None):
             yield batch
             batch = next(batches, None)
+        if self._needs_even and self.collective.reduce_boolean_decision(batch is not None, all=False):
+            self._refuse_uneven("The ranks have different numbers of batches")
+
+    @staticmethod
+    def _refuse_uneven(what: str) -> NoReturn:
+        raise ValueError(
+            f"{what}, and sync_batchnorm=True needs equally many on all ranks, since a rank without data has no samples"
+            " for SyncBatchNorm. Pass Trainer(uneven='stop'), or write the loop yourself over join.iterate, which runs"
+            " all ranks equally often. [J881]"
+        )
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -316,16 +393,13 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
             run.shown.lengths = [known_length(local)]
         run.call("on_evaluation_start", stage)
         run.samples = 1  # values logged in a hook weigh the same on all ranks
-        getattr(module, f"on_{name}_start")()
         getattr(module, f"on_{name}_epoch_start")()
         samples = SampleCounter(module, local)
         with replaced(run, "apart", f"a batch of {name}"):
             for index, batch in enumerate(rng.iterate(local)):
                 batch = run.take(batch, samples(batch, index))
-                getattr(module, f"on_{name}_batch_start")(batch, index)
                 with run.autocast():
                     output = getattr(module, f"{name}_step")(batch, index)
-                getattr(module, f"on_{name}_batch_end")(output, batch, index)
                 run.call("on_evaluation_batch_end", output, batch, index, stage)
                 if stage == "predict":
                     outputs.append(map_tensors(_on_cpu, output))
@@ -334,7 +408,6 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
         metrics = run.reduce_metrics()
         run.store.clear()
         parts = gather_on_first(run.collective, outputs)
-        getattr(module, f"on_{name}_end")()
         run.call("on_evaluation_end", stage)
         metrics.update(run.reduce_metrics())
     if local is loader:

@@ -16,9 +16,7 @@ The order of calls (``*`` is ``validation``, ``test`` or ``predict``)::
                   on_train_epoch_end
     on_train_end
 
-    on_*_start, on_*_epoch_start
-      a batch       on_*_batch_start, *_step, on_*_batch_end
-    on_*_epoch_end, on_*_end
+    on_*_epoch_start, *_step for each batch, on_*_epoch_end
 
     results_to_return on rank 0
     teardown
@@ -31,17 +29,32 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from difflib import get_close_matches
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from join.collectives._torch_private import pytree
 from joinables._torch.objects import compiled_from
 from joinables.trainer.arguments import REST, lacking
 from joinables.trainer.metrics import Reduction
+
+
+class Queue(list[Any]):
+    """List of objects that travel to the process that started a run, with the methods of a queue."""
+
+    def put(self, item: Any) -> None:
+        """Add an object."""
+        self.append(item)
+
+    def get(self) -> Any:
+        """Remove and return the first object."""
+        return self.pop(0)
 
 
 class TrainModule(torch.nn.Module):
@@ -64,6 +77,7 @@ class TrainModule(torch.nn.Module):
 
     automatic_optimization: bool = True
     _trainer: Any = None
+    _toggled: Sequence[tuple[torch.nn.Parameter, bool]] = ()
 
     # -- what a user overrides ----------------------------------------------------------------------------------------
 
@@ -127,6 +141,14 @@ class TrainModule(torch.nn.Module):
         The hook is called after the other hooks of the stage, before ``teardown``, and must not communicate.
         """
 
+    def add_to_queue(self, queue: Queue) -> None:
+        """Put objects into ``queue``, as :meth:`results_to_return` returns one; by default that one."""
+        queue.put(self.results_to_return())
+
+    def get_from_queue(self, queue: Queue) -> None:
+        """Get the objects that :meth:`add_to_queue` has put; by default one, for :meth:`take_results`."""
+        self.take_results(queue.get())
+
     def take_results(self, results: Any) -> None:
         """Take the result of ``results_to_return``; called last, on rank 0, when the weights are loaded.
 
@@ -139,8 +161,8 @@ class TrainModule(torch.nn.Module):
     def on_train_epoch_start(self) -> None:
         """Called before the first batch of an epoch."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before a training step, with its batch on the device."""
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        """Called before a training step, with its batch on the device; if it returns -1, the epoch ends."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before the gradients are clipped and ``optimizer`` steps; may change the gradients.
@@ -157,59 +179,23 @@ class TrainModule(torch.nn.Module):
     def on_train_end(self) -> None:
         """Called after the last epoch of a fit."""
 
-    def on_validation_start(self) -> None:
-        """Called before a validation."""
-
     def on_validation_epoch_start(self) -> None:
         """Called before the validation batches."""
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before a validation step."""
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a validation step."""
 
     def on_validation_epoch_end(self) -> None:
         """Called after the validation batches, before their metrics are averaged."""
 
-    def on_validation_end(self) -> None:
-        """Called after a validation; ``trainer.callback_metrics`` is up to date."""
-
-    def on_test_start(self) -> None:
-        """Called before a test."""
-
     def on_test_epoch_start(self) -> None:
         """Called before the test batches."""
-
-    def on_test_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before a test step."""
-
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a test step."""
 
     def on_test_epoch_end(self) -> None:
         """Called after the test batches, before their metrics are averaged."""
 
-    def on_test_end(self) -> None:
-        """Called after a test; ``trainer.callback_metrics`` is up to date."""
-
-    def on_predict_start(self) -> None:
-        """Called before a prediction."""
-
     def on_predict_epoch_start(self) -> None:
         """Called before the batches of a prediction."""
 
-    def on_predict_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before a predict step."""
-
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a predict step."""
-
     def on_predict_epoch_end(self) -> None:
         """Called after the batches of a prediction."""
-
-    def on_predict_end(self) -> None:
-        """Called after a prediction."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add entries to a checkpoint."""
@@ -344,6 +330,37 @@ class TrainModule(torch.nn.Module):
             )
         self.trainer.run.backward(loss, **options)
 
+    def toggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Freeze the parameters of other optimizers, until :meth:`untoggle_optimizer`, as for a GAN."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.untoggle_optimizer(optimizer)
+        self._toggled = [(parameter, parameter.requires_grad) for parameter in self.parameters()]
+        for parameter, required in self._toggled:
+            parameter.requires_grad_(required and id(parameter) in held)
+
+    def untoggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unfreeze what :meth:`toggle_optimizer` has frozen."""
+        for parameter, required in self._toggled:
+            parameter.requires_grad_(required)
+        self._toggled = []
+
+    def clip_gradients(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+    ) -> None:
+        """Clip the gradients of an optimizer's parameters, by their norm together, or each by its value."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        clip = "clip_grad_norm_" if gradient_clip_algorithm == "norm" else "clip_grad_value_"
+        if gradient_clip_val is not None:
+            getattr(torch.nn.utils, clip)(parameters, gradient_clip_val)
+
+    @property
+    def logger(self) -> Any:
+        """First logger of the trainer; ``None`` without one."""
+        return self.trainer.logger
+
     @property
     def device(self) -> torch.device:
         """Device of the module's first parameter."""
@@ -446,8 +463,8 @@ class Callback:
     def on_train_epoch_start(self, trainer: Any, module: TrainModule) -> None:
         """Called before the first batch of an epoch."""
 
-    def on_train_batch_start(self, trainer: Any, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        """Called before a training step."""
+    def on_train_batch_start(self, trainer: Any, module: TrainModule, batch: Any, batch_idx: int) -> Any:
+        """Called before a training step; -1 ends the epoch, as from the module's hook."""
 
     def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called after a training step, and after the optimizer's step if one followed."""
@@ -538,12 +555,38 @@ def check_callback(callback: Any) -> None:
     refuse_hooks(callback, Callback)
 
 
+def warn_of_own_state(objects: Sequence[TrainModule | Callback]) -> None:
+    """Warn of modules that hooks of batches may change, and that a rank out of data does not receive afterwards."""
+    own = vars(torch.nn.Module())
+    for each in objects:
+        base: Any = TrainModule if isinstance(each, TrainModule) else Callback
+        hooks = "on_train_batch_start", "on_train_batch_end"
+        changes = any(getattr(type(each), hook) is not getattr(base, hook) for hook in hooks)
+        if not changes or (base is Callback and type(each).state_dict is not Callback.state_dict):
+            continue
+        held = [
+            name
+            for name, value in vars(each).items()
+            if name not in own and any(isinstance(leaf, torch.nn.Module) for leaf in pytree.tree_leaves(value))
+        ]
+        if held:
+            warnings.warn(
+                f"Ranks with fewer batches have called hooks of {type(each).__name__} less often, so"
+                f" {', '.join(held)} may differ between ranks. Make them parts of the module, or"
+                " return them from state_dict of the callback, which a rank out of data then loads.",
+                stacklevel=2,
+            )
+
+
 def refuse_hooks(hooked: object, base: type) -> None:
     """Raise a ``TypeError`` for a module or a callback with hooks that its base does not have."""
     kind = type(hooked)
     names = (name for name in dir(kind) if _HOOK.fullmatch(name) and not hasattr(base, name))
     if uncalled := [name for name in names if callable(getattr(kind, name))]:
+        known = [name for name in vars(base) if not name.startswith("_")]
+        near = dict.fromkeys(close for name in uncalled for close in get_close_matches(name, known, 1, 0))
         raise TypeError(
             f"{kind.__name__} has hooks that the trainer does not call: {', '.join(uncalled)}. Move their statements"
-            f" into hooks that it calls, and rename methods that are not meant as hooks. {REST}. [J210]"
+            f" into hooks that it calls, such as {', '.join(near)}, and rename methods that are not meant as hooks."
+            f" {REST}. [J210]"
         )

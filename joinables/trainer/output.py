@@ -38,13 +38,13 @@ def screen() -> TextIO:
     return _screens[-1] if _screens else sys.stderr
 
 
-def create(folder: Path, ranks: int) -> None:
+def create(folder: Path, ranks: range) -> None:
     """Create the files of all ranks, unless an earlier run has created them, and print where they are.
 
     Raises:
         ValueError: If a file cannot be opened, or is a link.
     """
-    paths = [_path(folder, rank, name) for rank in range(ranks) for name in _STREAMS]
+    paths = [_path(folder, rank, name) for rank in ranks for name in _STREAMS]
     is_new = not paths[0].exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,11 +52,11 @@ def create(folder: Path, ranks: int) -> None:
             os.close(_open(path, os.O_CREAT))
     except OSError as error:
         raise ValueError(
-            f"worker_logs={str(folder)!r} cannot hold the output of {ranks} ranks: {error}. Pass a folder in which you"
-            " may write, and remove links from it. [J710]"
+            f"worker_logs={str(folder)!r} cannot hold the output of {len(ranks)} ranks: {error}. Pass a folder in which"
+            " you may write, and remove links from it. [J710]"
         ) from error
     if is_new:
-        print(f"The output of the ranks is in {_path(folder, 0, '*')}, and so on.", file=sys.stderr, flush=True)
+        print(f"The output of the ranks is in {_path(folder, ranks[0], '*')}, and so on.", file=sys.stderr, flush=True)
 
 
 def begin(rank: int, ranks: int, shared: Path, folder: Path | None) -> None:

@@ -5,6 +5,7 @@ A run lives in the process of its rank, from the start of the rank's work to its
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from join.joinable import Burst, OnGroup
 from joinables.modules import replaced
 from joinables.trainer import rng
 from joinables.trainer.data import UnevenDistributedSampler, set_epoch
+from joinables.trainer.launch import Place
 from joinables.trainer.metrics import Logged, MetricStore, Reduction, Shown
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.samples import is_movable
@@ -60,6 +62,8 @@ class TrainerState:
     global_step: int = 0
     """Number of optimizer steps, over all fits of the module."""
     strategy: Strategy
+    accelerator: str
+    num_nodes: int
     callbacks: list[Callback]
     dtype: torch.dtype
     seed: int | None
@@ -70,6 +74,11 @@ class TrainerState:
     uneven: Uneven
     metrics: dict[str, float]
     should_stop: bool
+    checkpoint_io: Any
+    default_root_dir: Path
+
+    def hand_over(self, state: dict[str, Any]) -> None:
+        """Keep the snapshot of the end of a fit; see ``Trainer``."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, and the states of the callbacks; a rank that was out of data early loads these."""
@@ -100,6 +109,11 @@ class Snapshots(OnGroup, Burst):
     def __init__(self, collective: Collective, take: Callable[[bool], dict[str, Any] | None]) -> None:
         super().__init__(collective)
         self._take = take
+
+    @property
+    @override
+    def join_name(self) -> str:
+        return "a checkpoint"
 
     def take(self) -> dict[str, Any] | None:
         """Return a snapshot on one rank and ``None`` on the others; ranks that are out of data take part."""
@@ -196,8 +210,14 @@ class Position:
             self._metrics.clear()
             self._metrics.merge(resumed["metrics"])
         self._random_at_start, self._random_to_resume = rng.capture(), None
-        numbered: Iterator[tuple[int, Any]] = islice(enumerate(rng.iterate(loader)), limit)
-        for _ in range(self.batches_trained):
+        # Workers of a loader have random states of their own, which only reading brings to this position.
+        skips = self.sampler is not None and not getattr(loader, "num_workers", 0)
+        skipped = self.batches_trained if skips else 0
+        if self.sampler is not None:
+            self.sampler.skip = skipped
+        left = None if limit is None else max(limit - skipped, 0)
+        numbered: Iterator[tuple[int, Any]] = islice(enumerate(rng.iterate(loader), skipped), left)
+        for _ in range(self.batches_trained - skipped):
             next(numbered, None)
         if resumed is not None:
             # The next batch was read before the last step drew random numbers.
@@ -232,15 +252,16 @@ class Run:
     The trainer and the module are the objects of this process, which may be copies of the user's.
     """
 
-    snapshots: Snapshots
-    """Snapshots of the fit, see ``joinables.trainer.checkpoint``."""
     apart: str = ""
     """Current place, if other ranks may not reach it, so that a call which waits for them is refused."""
 
-    def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
-        self.trainer, self.module, self.task, self.device = trainer, module, task, device
+    def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, place: Place) -> None:
+        self.trainer, self.module, self.task, self.place = trainer, module, task, place
+        self.device = trainer.strategy.device(trainer.accelerator, place)
+        self.is_at_home = os.getpid() == task.home
+        """Whether this is the process that has started the run."""
         self.collective: Collective = trainer.strategy.collective
-        self._place()
+        self.snapshots = Snapshots(self.collective, self.take_snapshot)
         self.store = MetricStore()
         self.takes_metrics = False
         """Whether metrics may be logged now."""
@@ -258,16 +279,13 @@ class Run:
     def _place(self) -> None:
         self.module.to(self.device, torch.float64 if self.trainer.dtype is torch.float64 else None)
 
-    def set_up(self, *, prepares: bool) -> None:
-        """Call the hooks that come before the stage, which may add parts to the module.
-
-        Args:
-            prepares: Whether this rank prepares the data of its machine.
-        """
-        if prepares:
+    def set_up(self) -> None:
+        """Call the hooks that come before the stage, which may add parts to the module."""
+        self._place()
+        if self.place.local_rank == 0:
             with replaced(self, "apart", "prepare_data"):
                 self.module.prepare_data()
-        self.collective.barrier()
+        self.trainer.strategy.meet("has prepared its data")
         self.call("setup", self.task.stage)
         self.module.setup(self.task.stage)
         self._place()
@@ -275,6 +293,7 @@ class Run:
     def take(self, batch: Any, samples: int) -> Any:
         """Return the batch, with this number of samples, on the device and in the run's precision."""
         self.samples = samples
+        self.trainer.strategy.moves()
         if self.shown is not None:
             self.shown.step.clear()
         doubles = self.trainer.dtype is torch.float64
@@ -292,6 +311,10 @@ class Run:
             return moved.to(torch.float64) if doubles else moved
 
         return pytree.tree_map(taken_part, batch, is_leaf=is_movable)
+
+    def take_snapshot(self, active: bool) -> dict[str, Any] | None:
+        """Return a snapshot of a fit on one rank; ``active`` says whether this rank still has data."""
+        raise NotImplementedError
 
     def autocast(self) -> torch.autocast:
         """Return the context for a forward, in mixed precision or as the module is."""
@@ -344,6 +367,7 @@ class Run:
 
     def reduce_metrics(self) -> dict[str, float]:
         """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""
+        self.trainer.strategy.meet("reduces metrics")
         metrics = self.store.reduce(self.collective)
         if self.shown is not None:
             self.shown.metrics.update(metrics)

@@ -2,12 +2,11 @@
 
 A forked process has the settings of the process that forked it. A process that is started in any other way begins with
 the defaults, although statements under ``if __name__ == "__main__"`` of its script have changed them. So it receives
-the settings of torch, the filters of warnings, and the levels and streams of logging.
+the settings of torch that change results, and the filters of warnings, which may make errors of them.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -38,14 +37,12 @@ def _settings() -> dict[str, _Accessors]:
     torch_: Any = torch
     found: dict[str, _Accessors] = {
         "default device": (lambda: torch_.get_default_device().type, torch_.set_default_device),
-        "warn always": (torch_.is_warn_always_enabled, torch_.set_warn_always),
         "anomaly": (
             lambda: (torch_.is_anomaly_enabled(), torch_.is_anomaly_check_nan_enabled()),
             lambda modes: torch_.autograd.set_detect_anomaly(*modes),
         ),
-        "sharing": (torch_.multiprocessing.get_sharing_strategy, torch_.multiprocessing.set_sharing_strategy),
     }
-    for name in ("default_dtype", "deterministic_debug_mode", "float32_matmul_precision", "num_interop_threads"):
+    for name in ("default_dtype", "deterministic_debug_mode", "float32_matmul_precision"):
         found[name] = getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}")
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         cuda: Any = torch.backends.cuda
@@ -66,27 +63,13 @@ def capture() -> dict[str, Any]:
     for name, (get, _) in _settings().items():
         with suppress(AttributeError, RuntimeError):  # torch refuses to name the precision if several are set
             values[name] = get()
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     return {
         "torch": values,
-        "levels": {each.name: each.level for each in loggers if isinstance(each, logging.Logger) and each.level},
-        "disabled": logging.root.manager.disable,
-        "handlers": [
-            (handler.stream is sys.stdout, handler.level, handler.formatter)
-            for handler in map(_as_any, logging.root.handlers)
-            if type(handler) is logging.StreamHandler
-            and handler.stream in (sys.stdout, sys.stderr)
-            and type(handler.formatter) in (logging.Formatter, type(None))
-        ],
         "filters": [
             (action, text, (kind.__module__, kind.__qualname__), module, line)
             for action, text, kind, module, line in cast("list[Any]", warnings.filters)
         ],
     }
-
-
-def _as_any(value: object) -> Any:
-    return cast("Any", value)
 
 
 def restore(settings: Mapping[str, Any]) -> None:
@@ -95,15 +78,6 @@ def restore(settings: Mapping[str, Any]) -> None:
         with suppress(AttributeError, RuntimeError):
             if name in settings["torch"] and get() != settings["torch"][name]:
                 change(settings["torch"][name])
-    for name, level in settings["levels"].items():
-        logging.getLogger(name).setLevel(level)
-    logging.disable(settings["disabled"])
-    if not logging.root.handlers:
-        for to_stdout, level, formatter in settings["handlers"]:
-            handler = logging.StreamHandler(sys.stdout if to_stdout else sys.stderr)
-            handler.setLevel(level)
-            handler.setFormatter(formatter)
-            logging.root.addHandler(handler)
     warnings.resetwarnings()
     filters = cast("list[Any]", warnings.filters)
     for action, text, (home, kind), module, line in settings["filters"]:

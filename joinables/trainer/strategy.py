@@ -16,11 +16,12 @@ and a step with several backwards passes the gate once for each of them::
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,15 @@ from joinables._torch.objects import mark_stepped
 from joinables.loss_gate import LossGate, leaves_of
 from joinables.modules import replaced
 from joinables.trainer.arguments import REST
-from joinables.trainer.launch import ClusterEnvironment, Environment, Launcher, StartMethod, environment_of
+from joinables.trainer.launch import (
+    ClusterEnvironment,
+    Launcher,
+    Place,
+    StartMethod,
+    environment_of,
+    launcher_of,
+    node_of,
+)
 from joinables.trainer.metrics import Reduction
 
 if TYPE_CHECKING:
@@ -46,9 +55,12 @@ if TYPE_CHECKING:
 class Strategy:
     """Training on the ranks of a run; this base class trains in a single process, without a wrapper.
 
-    One object serves one trainer. To train over ranks that you connect yourself, derive from this class, and make and
-    set up ``collective`` in ``setup``. To add to torch's, derive from :class:`DDPStrategy`, and
-    set ``collective_of(Mine(torch.distributed.group.WORLD))``, where ``Mine`` derives from ``TorchCollective``.
+    One object serves one trainer. To train over ranks that you connect yourself, derive from this class, and return a
+    collective from ``make_collective``. To add to torch's, derive from :class:`DDPStrategy`, and return
+    ``collective_of(Mine(torch.distributed.group.WORLD))``, where ``Mine`` derives from ``TorchCollective``.
+
+    If there are several ranks, the whole run is one ``Join`` block, with a block for each epoch in it. So whatever a
+    rank does when another one fails, it raises an error that names the cause, and long waits are explained.
     """
 
     collective: Collective
@@ -57,22 +69,82 @@ class Strategy:
     shards_optimizers: bool = False
     report: JoinReport | None = None
     """Report on the ranks in the last block, which is an epoch."""
-    worker_logs: Path | None = None
-    """Folder for the output of processes that this strategy starts; the trainer sets it before ``launch``."""
-    environment: Environment | None = None
-    """Place of this process, if the user has passed a cluster environment."""
+    timeout: float | None = None
+    """Seconds that a rank waits for the others in a run; ``None`` for no limit."""
 
     def __init__(self) -> None:
         self._module = torch.nn.Module()  # the module that is trained
         self._unit = self._window = 0.0  # the window's first weight, and the sum of its weights divided by the first
+        self._whole: Join | None = None  # the block of the run
 
-    def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run ``fn(*args)`` on all ranks and return rank 0's result."""
-        return fn(*args)
+    def place(self, world_size: int) -> Place | None:
+        """Return the place of this process in a run, if all processes of the run exist already.
 
-    def setup(self) -> None:
+        Args:
+            world_size: The number of processes that the user wants.
+        """
+        return None
+
+    def launch(self, fn: Callable[..., Any], *args: Any, world_size: int, **how: Any) -> Any:
+        """Run ``fn(*args)`` on all ranks, and return the result of rank 0.
+
+        Args:
+            fn: The function.
+            *args: Its arguments. The class ``Place`` among them becomes the :class:`Place` of the rank.
+            world_size: The number of ranks.
+            **how: ``num_nodes``, the type of device ``accelerator``, and ``worker_logs``, the folder for the output of
+                processes that are started.
+        """
+        place = self.place(world_size) or Place(0, 1, 0)
+        return fn(*(place if arg is Place else arg for arg in args))
+
+    def device(self, accelerator: str, place: Place) -> torch.device:
+        """Return the device on which a process computes; ``accelerator`` is its type."""
+        if accelerator == "cpu":
+            return torch.device("cpu")
+        # Some launchers let each process see only its own GPU.
+        device = torch.device(accelerator, place.local_rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device)
+        return device
+
+    def make_collective(self) -> Collective:
+        """Return the collective of the ranks, which ``setup`` connects."""
+        return SingleCollective()
+
+    def setup(self, rank: int, world_size: int) -> None:
         """Make and set up ``collective``; called first in a run, on all ranks."""
-        self.collective = SingleCollective()
+        self.collective = self.make_collective()
+        self.collective.setup(rank, world_size)
+
+    # The block of a run.
+
+    def open(self, joinables: Sequence[Any]) -> None:
+        """Enter the block of a run, which lists the objects that are in none of its other blocks."""
+        if self.is_distributed:
+            self._whole = Join(joinables, timeout=self.timeout).open()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the block of a run with all ranks, or with an error, which the others then raise, too.
+
+        Raises:
+            PeerError: If another rank caused the error.
+        """
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            whole.close(error)
+
+    def meet(self, doing: str, vote: bool = True) -> bool:
+        """Wait until all ranks of the run do the same, and return whether all pass ``vote=True``.
+
+        Raises:
+            ProtocolError: If another rank does something else.
+        """
+        return vote if self._whole is None else self._whole.channel.meet(doing, vote=vote)
+
+    def moves(self) -> None:
+        """Note that this rank makes progress without telling the other ranks."""
+        if self._whole is not None:
+            self._whole.channel.moved += 1
 
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
         """Wrap ``module`` for training; if this strategy has wrapped it already, for the same parameters, do nothing.
@@ -136,14 +208,17 @@ class Strategy:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+        self.meet("waits at a barrier")
         self.collective.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src``, which is anything that pickle supports."""
+        self.meet("broadcasts an object")
         return self.collective.broadcast_object(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks pass ``True``, or, with ``all=False``, whether any does."""
+        self.meet("takes part in a vote")
         return self.collective.reduce_boolean_decision(decision, all=all)
 
     def all_gather(self, tensor: torch.Tensor | float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -176,6 +251,8 @@ class Strategy:
         Raises:
             ValueError: On all ranks, if their calls differ.
         """
+        if group is None:
+            self.meet("calls all_gather or reduce")
         collective = self.collective if group is None else collective_of(group)
         tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
         own = f"{call} of {describe(tensor.dtype, tensor.shape)} on {tensor.device.type}"
@@ -195,7 +272,7 @@ class Strategy:
         It is called last in a run, on all ranks, even if the run raised. The other ranks may be gone then, so it must
         not wait for them.
         """
-        self._module = torch.nn.Module()
+        self._module, self._window = torch.nn.Module(), 0.0
         self.collective.teardown()
         del self.collective
 
@@ -214,6 +291,9 @@ class DDPStrategy(Strategy):
 
     Args:
         start_method: How processes are started, if no launcher has started them.
+        sync_batchnorm: Whether BatchNorm layers use the samples of all ranks in a fit, as ``torch.nn.SyncBatchNorm``,
+            which needs GPUs. Afterwards, the module has its own layers again. All ranks have the same number of
+            batches then.
         find_unused_parameters: As in DDP. ``None`` is ``False``, but ``True`` under manual optimization, where a
             backward may reach only a part of the parameters. If all backwards reach all of them, torch reports that on
             stderr; then pass ``False``. With ``False``, parameters may be frozen and unfrozen between epochs only.
@@ -221,8 +301,9 @@ class DDPStrategy(Strategy):
         ddp_comm_state: The first argument of ``ddp_comm_hook``.
         ddp_comm_hook: The communication hook of the gradients.
         ddp_comm_wrapper: A wrapper of the hook, such as ``fp16_compress_wrapper``.
-        timeout: Seconds that a rank waits for the others in an epoch, as in ``Join``. With a
-            timeout, every rank waits for the others before each backward, whether the data are even or not.
+        timeout: Seconds that a rank waits for the others in a run, as in ``Join``: in an epoch, and at the end of an
+            evaluation. With a timeout, every rank waits for the others before each backward, whether the data are even
+            or not.
         cluster_environment: The launcher that has started the processes, such as SLURM or MPI, if it is not torchrun.
             Then torchrun's environment variables are not read.
         **ddp_kwargs: Other arguments of ``DistributedDataParallel``.
@@ -234,6 +315,7 @@ class DDPStrategy(Strategy):
         self,
         start_method: StartMethod = "spawn",
         *,
+        sync_batchnorm: bool = False,
         find_unused_parameters: bool | None = None,
         shard_optimizers: bool = False,
         ddp_comm_state: object = None,
@@ -244,40 +326,61 @@ class DDPStrategy(Strategy):
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
-        self.environment = None if cluster_environment is None else environment_of(cluster_environment)
+        self._environment = None if cluster_environment is None else environment_of(cluster_environment)
         self.start_method: StartMethod = start_method
         self.shards_optimizers = shard_optimizers
-        self._find_unused = find_unused_parameters
+        self._find_unused, self._finds_unused = find_unused_parameters, False
+        self.sync_batchnorm = sync_batchnorm
+        self._converted: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []  # owners, names and former layers
         self._hook = (ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
-        self._timeout, self._ddp_kwargs = timeout, ddp_kwargs
+        self.timeout, self._ddp_kwargs = timeout, ddp_kwargs
         self.ddp: DistributedDataParallel | None = None
         """The wrapper; ``None`` while the module is not wrapped."""
         self._wrapped: tuple[Any, ...] = ()  # the process group and the parameters that the wrapper was made for
         self._join: Join | None = None
 
     @override
-    def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
+    def place(self, world_size: int) -> Place | None:
+        environment = launcher_of(world_size, self._environment)
+        return None if environment is None else environment.place
+
+    @override
+    def launch(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        num_nodes: int = 1,
+        accelerator: str = "cpu",
+        worker_logs: Path | None = None,
+        **how: Any,
+    ) -> Any:
         backend = "gloo"
         if accelerator != "cpu":
             backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
-        options: dict[str, Any] = {"worker_logs": self.worker_logs, "environment": self.environment}
+        options: dict[str, Any] = {"worker_logs": worker_logs, "environment": self._environment}
+        if num_nodes > 1:
+            options["node"] = node_of(world_size // num_nodes, num_nodes, os.environ)
         return Launcher(world_size, start_method=self.start_method, backend=backend, **options).launch(fn, *args)
 
     @override
-    def setup(self) -> None:
-        self.collective = collective_of(None)
+    def make_collective(self) -> Collective:
+        return collective_of(None)
 
     @override
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
         super().wrap(module, device, several_backwards=several_backwards)
+        if self.sync_batchnorm:
+            self._convert(module)
         # A reducer reduces the parameters that require grad when it is made. In each backward it waits for all of them,
         # or it finds the unused ones. Only in the latter case may it have parameters that are frozen at times: those of
         # the optimizers, and all that it has had before.
         finds_unused = several_backwards if self._find_unused is None else self._find_unused
+        self._finds_unused = finds_unused
         kept = {*map(id, held), *(part[0] for part in self._wrapped[1:] if part[-1])} if finds_unused else set[int]()
         each = ((id(p), p.dtype, p.device, p.requires_grad or id(p) in kept) for p in module.parameters())
         key = (id(dist.group.WORLD), *each)
-        if self.collective.reduce_boolean_decision(key == self._wrapped):
+        if self.meet("wraps the module", key == self._wrapped):
             return
         self.ddp = None  # its buckets are freed before others are made
         with thawed([parameter for parameter in module.parameters() if id(parameter) in kept]):
@@ -305,13 +408,17 @@ class DDPStrategy(Strategy):
                 for stepped in listed
             ]
         assert self.ddp is not None
-        enable = enable or self._timeout is not None  # a block that does nothing has no timeout
+        if self.sync_batchnorm:  # whose messages no rank could shadow: all ranks have equally many batches
+            self.report = JoinReport()
+            yield
+            return
+        enable = enable or self.timeout is not None  # a block that does nothing has no timeout
         known = set(map(id, reducer.parameters(self.ddp)))
         join = Join(
             [self.ddp, *listed, self],
             enable=enable,
             throw_on_early_termination=throw,
-            timeout=self._timeout,
+            timeout=self.timeout,
             divide_by_initial_world_size=False,
         )
         with replaced(self, "_join", join if enable else None), join:
@@ -330,11 +437,26 @@ class DDPStrategy(Strategy):
         try:
             with contextlib.nullcontext() if sync else self.ddp.no_sync():
                 gated = self.ddp(loss)
+                if self.sync_batchnorm and weight is not None:
+                    gated, self._window = gated * weight, self._window + weight
                 (gated if self._join is None else self._join.scale(gated)).backward(**options)
+            if sync and self.sync_batchnorm and weight is not None:
+                self._divide()
+            if sync and not self._finds_unused and not reducer.has_finished(self.ddp):
+                self._refuse_unused({p for p in self._module.parameters() if p.grad is not None}, None)
         except RuntimeError as error:  # an error of torch in the next forward, or of a block
             if "Expected to have finished reduction" in str(error) or "J473" in str(error):
                 self._refuse_unused(leaves_of(loss), error)
             raise
+
+    def _divide(self) -> None:
+        """Make means over all samples of means over ranks, in a step whose batches have weights."""
+        total = torch.tensor(self._window, dtype=torch.float64, device="cpu")
+        self.collective.finish(self.collective.all_reduce(total))
+        for parameter in self._module.parameters():
+            if parameter.grad is not None and total:
+                parameter.grad.mul_(self.collective.world_size / total.item())
+        self._window = 0.0
 
     def _refuse_unused(self, used: Set[torch.Tensor], error: RuntimeError | None) -> NoReturn:
         """Raise an error that names the parameters that a loss has not reached."""
@@ -350,8 +472,22 @@ class DDPStrategy(Strategy):
             " requires_grad_(False). [J640]"
         ) from error
 
+    def _convert(self, module: torch.nn.Module) -> None:
+        """Replace the BatchNorm layers of a module by layers that use the samples of all ranks."""
+        for owner in list(module.modules()):
+            for name, layer in owner.named_children():
+                if isinstance(layer, (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)):
+                    setattr(owner, name, cast("Any", torch.nn.SyncBatchNorm).convert_sync_batchnorm(layer))
+                    self._converted.append((owner, name, layer))
+
     @override
     def teardown(self) -> None:
+        for owner, name, layer in self._converted:
+            synced = getattr(owner, name)
+            for part, tensor in (*synced.named_parameters(), *synced.named_buffers()):  # which may be on another device
+                setattr(layer, part, tensor)
+            setattr(owner, name, layer.train(synced.training))
+        self._converted = []
         super().teardown()
         self.ddp, self._wrapped = None, ()
 

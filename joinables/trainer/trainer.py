@@ -10,13 +10,15 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -24,21 +26,30 @@ from typing_extensions import Never
 
 from join import JoinReport
 from join.collectives._torch_private import pytree
+from join.errors import add_note
 from join.read_ahead import check_loader
 from joinables.modules import keeping_modes, replaced
 from joinables.processes import ending_forks
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of, release
 from joinables.trainer.arguments import REST, check_choice, check_kinds, lacking
-from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, checkpoint_io_of, load, load_checkpoint
+from joinables.trainer.checkpoint import (
+    CheckpointIO,
+    FileCheckpointIO,
+    changed_weights,
+    checkpoint_io_of,
+    keep_trained,
+    load,
+    load_checkpoint,
+    load_fitting,
+)
 from joinables.trainer.data import order_seed
 from joinables.trainer.files import temporary_folder
-from joinables.trainer.launch import RESULT, Environment, launcher_of, write
+from joinables.trainer.launch import Place, node_of, read, write
 from joinables.trainer.loggers import Logs, loggers_of
 from joinables.trainer.loop import Fit, evaluate
-from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
+from joinables.trainer.module import Callback, Queue, TrainModule, check_callback, check_module
 from joinables.trainer.progress import ProgressBar, is_watched
-from joinables.trainer.rescue import Rescue, weights_only
 from joinables.trainer.run import Run, Task, TrainerState, Uneven, is_limit
 from joinables.trainer.strategy import Strategy, strategy_of
 
@@ -76,13 +87,18 @@ class Result:
     predictions: Sequence[Any] = ()
 
 
+_RESULTS = len(fields(Result))
+
+
 class Trainer(TrainerState):
     """Trainer of modules on one process or many, whose numbers of batches may differ.
 
     Args:
         devices: The number of processes on this node. ``"auto"`` is the number of processes that torchrun has
             started; without torchrun one for each GPU, or 1.
-        num_nodes: The number of nodes. More than one needs a launcher, such as torchrun.
+        num_nodes: The number of nodes. On each, start this script with a launcher such as torchrun, or once with the
+            environment variables ``MASTER_ADDR`` and ``MASTER_PORT``, which name the first node and a free port on it,
+            and ``NODE_RANK``. The script then starts ``devices`` processes on each node.
         accelerator: ``"cpu"``, or torch's name of the devices of this machine, such as ``"cuda"``. ``"gpu"`` is this
             machine's accelerator under any name. ``"auto"`` is the accelerator if there is one, and the CPU otherwise.
         strategy: A name from ``strategies()``, or a ``Strategy``. ``"auto"`` is ``"single"`` for one process and
@@ -145,16 +161,20 @@ class Trainer(TrainerState):
         check_kinds(locals())
         check_choice("uneven", uneven, ("join", "stop", "error"))
         check_choice("precision", str(precision), tuple(_DTYPES))
-        self._accelerator = accelerator_of(accelerator)
-        self.world_size = _world_size(devices, num_nodes, self._accelerator, strategy)
-        self.strategy = strategy_of(("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy)
+        self.accelerator = accelerator_of(accelerator)
+        self.strategy = strategy_of("ddp" if strategy == "auto" else strategy)
+        self.world_size = _world_size(devices, num_nodes, self.accelerator, self.strategy)
+        if strategy == "auto" and self.world_size == 1:
+            self.strategy = strategy_of("single")
         if self.world_size > 1 and not self.strategy.is_distributed:
             raise ValueError(
                 f"{strategy=} trains in a single process, but the trainer has {self.world_size}. Remove strategy= from"
                 " the Trainer's arguments, or pass devices=1. [J174]"
             )
         self.checkpoint_io = checkpoint_io_of(checkpoint_io)
-        self._worker_logs = None if worker_logs is None else Path(worker_logs).absolute()
+        logs_of_workers = None if worker_logs is None else Path(worker_logs).absolute()
+        self.num_nodes = num_nodes
+        self._how = {"num_nodes": num_nodes, "accelerator": self.accelerator, "worker_logs": logs_of_workers}
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:
             raise ValueError("'16-mixed' cannot train with sharded optimizers. Pass precision='bf16-mixed'. [J267]")
@@ -170,6 +190,8 @@ class Trainer(TrainerState):
         self.should_stop = False
         """Whether the fit ends after the current epoch; set it to ``True`` on any rank."""
         self._run: Run | None = None  # the current run of this process
+        self._trained: dict[str, Any] | None = None
+        """The snapshot at the end of a fit, with the weights, until this process has received all of its output."""
         self._last_module: weakref.ref[TrainModule] | None = None
         self._last_state: dict[str, Any] | None = None
         """The snapshot that the next fit of the last module resumes from, without the weights.
@@ -270,43 +292,69 @@ class Trainer(TrainerState):
         if stage == "fit":
             self._begin(module)
             saved = saved or self._last_state
-        before, outcome = (self.epochs, self.global_step), None
-        try:
-            with temporary_folder() as folder:
-                seed = order_seed(loaders.get("train_loader"), self.seed)
-                task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
-                self.strategy.worker_logs = self._worker_logs
-                try:
-                    outcome = self.strategy.launch(
-                        self.world_size, self._accelerator, work, self, module, loaders, task
-                    )
-                except BaseException:
-                    for index, callback in enumerate(self.callbacks):
-                        if (path := Path(folder, f"callback-{index}")).exists():
-                            callback.load_state_dict(torch.load(path, weights_only=False))
-                    self.epochs, self.global_step = before
-                    raise
-            return self._receive(module, outcome)
-        except BaseException as error:
-            outcome = vars(error).pop(RESULT, outcome)
-            if outcome is not None and outcome.state is not None:
-                self._rescue.keep(error, outcome.state)
-            raise
+        before, self._trained = (self.epochs, self.global_step), None
+        with temporary_folder() as folder:
+            seed = order_seed(loaders.get("train_loader"), self.seed)
+            task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
+            try:
+                output = self.strategy.launch(
+                    work, Place, self, module, loaders, task, world_size=self.world_size, **self._how
+                )
+                return self._receive(module, task, Result(*output[:_RESULTS]), *output[_RESULTS:])
+            except BaseException as error:
+                if self._receive_trained(task) is not None:
+                    add_note(error, kept := f"The module was trained before this error. {self._keep_trained()}")
+                    logging.getLogger("joinables").error(kept)  # Python 3.10 has no notes
+                for index, callback in enumerate(self.callbacks):
+                    if (path := Path(folder, f"callback-{index}")).exists():
+                        callback.load_state_dict(torch.load(path, weights_only=False))
+                self.epochs, self.global_step = before
+                raise
 
-    def _receive(self, module: TrainModule, outcome: Outcome) -> Result:
-        """Bring the outcome of rank 0 into this process, and return its result."""
-        result, state, home, extras, _ = outcome
-        assert result is not None
-        if home is not None:
-            self._load_home(module, result, home, state)
-        if state is not None:
-            kept = {name: value for name, value in state.items() if name != "module"}
+    def _receive_trained(self, task: Task) -> dict[str, Any] | None:
+        """Return the snapshot at the end of a fit, which another process may have written."""
+        if self._trained is None and (path := task.folder / "snapshot").exists():
+            self._trained = read(path)
+        return self._trained
+
+    def _keep_trained(self) -> str:
+        """Write a checkpoint of the trained module, and return a sentence that says where it is."""
+        return keep_trained(self.default_root_dir, self.checkpoint_io, self._trained or {})
+
+    def _receive(
+        self,
+        module: TrainModule,
+        task: Task,
+        result: Result,
+        weights: dict[str, Any] | None,
+        random: dict[str, Any] | None,
+        queue: list[Any] | None,
+        results: dict[str, Any],
+    ) -> Result:
+        """Bring the output of the run into this process, and return its result; the weights first."""
+        trained = self._receive_trained(task)
+        if random is not None:  # the run was in another process
+            if self.dtype is torch.float64:
+                module.double()
+            if trained is not None:
+                trained["module"] = {**trained["module"], **(weights or {})}
+                if problem := load_fitting(module, trained["module"]):
+                    warnings.warn(problem + self._keep_trained(), stacklevel=4)  # at the call of fit
+            elif weights is not None:
+                module.load_state_dict(weights)
+            self.metrics = dict(result.callback_metrics)
+            self.should_stop, self.strategy.report = result.stopped, result.join_report
+            self.load_state_dict(vars(result))
+            rng.restore(random)
+        if trained is not None:
+            kept = {name: value for name, value in trained.items() if name != "module"} | self.state_dict()
             # The tensors are copied, since the optimizer of the next fit would change them.
-            self._last_state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept)
-        if extras is not None:
-            module.take_results(extras[0])
+            self._last_state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept | {"metrics": self.metrics})
+            self._trained = None
+        if queue is not None:
+            module.get_from_queue(Queue(queue))
             for callback in self.callbacks:
-                callback.take_results(self, module, extras[1].get(callback.state_key))
+                callback.take_results(self, module, results.get(callback.state_key))
         return result
 
     def _begin(self, module: TrainModule) -> None:
@@ -324,20 +372,7 @@ class Trainer(TrainerState):
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process receives these states with its task.
-        return {**vars(self), "_last_module": None, "_last_state": None, "_first_states": {}}
-
-    def _load_home(self, module: TrainModule, result: Result, home: dict[str, Any], state: Any) -> None:
-        """Load the state of rank 0, which is another process, into this one; the weights first."""
-        if self.dtype is torch.float64:
-            module.double()
-        if state is not None:
-            self._rescue.load_home(module, home["module"], state)
-        elif home["module"] is not None:
-            module.load_state_dict(home["module"])
-        self.metrics = dict(result.callback_metrics)
-        self.should_stop, self.strategy.report = result.stopped, result.join_report
-        self.load_state_dict(vars(result))
-        rng.restore(home["random"])
+        return {**vars(self), "_last_module": None, "_last_state": None, "_first_states": {}, "_trained": None}
 
     # -- for modules and callbacks ------------------------------------------------------------------------------------
 
@@ -345,6 +380,23 @@ class Trainer(TrainerState):
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Latest value of every metric, as tensors."""
         return {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in self.metrics.items()}
+
+    @property
+    def logger(self) -> Any:
+        """First logger; ``None`` without one."""
+        loggers = [each for callback in self.callbacks if isinstance(callback, Logs) for each in callback.loggers]
+        return loggers[0] if loggers else None
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Number of optimizer steps of the current fit, for schedulers; infinite if no limit is known.
+
+        It is computed from the ranks' numbers of batches when the fit begins.
+        """
+        run = self.run
+        epochs = self.max_epochs if is_limit(self.max_epochs) else math.inf
+        steps = run.steps_of_an_epoch * epochs if isinstance(run, Fit) and epochs else 0
+        return min(steps, self.max_steps) if is_limit(self.max_steps) else steps
 
     @property
     def join_report(self) -> JoinReport | None:
@@ -365,16 +417,12 @@ class Trainer(TrainerState):
     @property
     def global_rank(self) -> int:
         """Rank of this process; outside a run 0, or the rank that torchrun has set."""
-        if self._run is not None:
-            return self._run.collective.rank
-        environment = self._environment
-        return 0 if environment is None else environment.place.rank
+        return self._place.rank if self._run is None else self._run.place.rank
 
     @property
     def local_rank(self) -> int:
         """Rank of this process on its machine, in a run."""
-        environment = self._environment
-        return self.global_rank if environment is None else environment.place.local_rank
+        return self._place.local_rank if self._run is None else self._run.place.local_rank
 
     @property
     def is_global_zero(self) -> bool:
@@ -417,29 +465,23 @@ class Trainer(TrainerState):
             self.checkpoint_io.save_checkpoint(state, os.fspath(path))
         return state is not None
 
-    @property
-    def _environment(self) -> Environment | None:
-        """The launcher that has started the processes of this trainer, if one has."""
-        return launcher_of(self.world_size, self.strategy.environment) if self.strategy.is_distributed else None
+    def hand_over(self, state: dict[str, Any]) -> None:
+        """Keep the snapshot of the end of a fit for the process that started the run, even if hooks raise later."""
+        if self.run.is_at_home:
+            self._trained = state
+        else:
+            write(state, self.run.task.folder / "snapshot")
 
     @property
-    def _rescue(self) -> Rescue:
-        return Rescue(self.default_root_dir, self.checkpoint_io)
+    def _place(self) -> Place:
+        """Place of this process outside a run."""
+        return self.strategy.place(self.world_size) or Place(0, 1, 0)
 
     def note(self, callback: Callback) -> None:
         """Send a callback's state to the process that started the run, which receives it even if the run fails."""
         task = self.run.task
         if os.getpid() != task.home:
             write(callback.state_dict(), task.folder / f"callback-{self.callbacks.index(callback)}")
-
-    def device_of(self, rank: int) -> torch.device:
-        """Return the device on which this process computes as ``rank``."""
-        if self._accelerator == "cpu":
-            return torch.device("cpu")
-        environment = launcher_of(self.world_size, self.strategy.environment)
-        local_rank = rank if environment is None else environment.place.local_rank
-        # Some launchers let each process see only its own GPU.
-        return torch.device(self._accelerator, local_rank % torch.accelerator.device_count())
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -473,7 +515,7 @@ def _checked_loader(name: str, loader: Any) -> Any:
     return given
 
 
-def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: str | Strategy) -> int:
+def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: Strategy) -> int:
     """Return the number of processes on all nodes.
 
     With ``devices="auto"``, it is the number that a launcher has started; without a launcher, one for each GPU, or 1.
@@ -483,17 +525,19 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: str | 
             f"{devices=} is not a number of processes. Pass a number, or 'auto'. To choose GPUs, set"
             " CUDA_VISIBLE_DEVICES before the script starts. [J593]"
         )
-    own, alone = strategy.environment if isinstance(strategy, Strategy) else None, strategy == "single"
-    environment = launcher_of(1 if devices == "auto" else devices * num_nodes, own)
-    started = None if environment is None else environment.place.world_size
+    place = strategy.place(1 if devices == "auto" else devices * num_nodes)
+    started = None if place is None else place.world_size
     gpus = None if accelerator == "cpu" else torch.accelerator.device_count()
-    wanted = (1 if alone else started or gpus or 1) if devices == "auto" else devices * num_nodes
-    too_many = (num_nodes > 1 and started is None) or (gpus is not None and devices != "auto" and devices > gpus)
-    if wanted < 1 or too_many or (started not in (None, wanted) and not (alone and wanted == 1)):
+    on_node = ((gpus or 1) if strategy.is_distributed else 1) if devices == "auto" else devices
+    wanted = started if started is not None and devices == "auto" else on_node * num_nodes
+    too_many = gpus is not None and devices != "auto" and devices > gpus
+    no_node = num_nodes > 1 and started is None and node_of(on_node, num_nodes, os.environ) is None
+    if wanted < 1 or too_many or no_node or started not in (None, wanted):
         raise ValueError(
             f"{devices=} and {num_nodes=} do not fit this machine's GPUs ({gpus}) or the processes that torchrun or"
             f" cluster_environment started ({started}). Remove devices and num_nodes from the Trainer's"
-            " arguments, or pass strategy='single' to have each process train by itself. [J172]"
+            " arguments, or pass strategy='single' to have each process train by itself. For several nodes without a"
+            " launcher, set MASTER_ADDR, MASTER_PORT and NODE_RANK on each. [J172]"
         )
     return wanted
 
@@ -517,135 +561,103 @@ def _in_order(callbacks: Any, others: Sequence[Callback] = ()) -> list[Callback]
 # -- one rank's part --------------------------------------------------------------------------------------------------
 
 
-class Outcome(NamedTuple):
-    """Outcome of a run on one rank.
+def work(place: Place, trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Any:
+    """Do one rank's part of a run, on all ranks.
 
-    Attributes:
-        result: The result; ``None`` if the run has raised after the training.
-        state: The snapshot of a fit on rank 0.
-        home: The weights and the random state, if another process asked for them.
-        extras: The results of the hook ``results_to_return`` on rank 0: the module's, and a dict with the callbacks'.
-        folder: The folder for the weights if the outcome cannot be sent.
+    Returns:
+        The output of the run, as one tuple: the fields of :class:`Result`, and the arguments of ``Trainer._receive``.
     """
-
-    result: Result | None
-    state: dict[str, Any] | None
-    home: dict[str, Any] | None
-    extras: tuple[Any, dict[str, Any]] | None
-    folder: Path
-
-    def lost(self, error: BaseException) -> None:
-        """Keep the trained weights in a file, since the process that started the run does not receive the outcome."""
-        if self.state is not None:
-            Rescue(self.folder, FileCheckpointIO()).keep(error, self.state)
-
-
-def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task) -> Outcome:
-    """Do one rank's part of a run; called on all ranks."""
-    strategy, device, outcome = trainer.strategy, torch.device("cpu"), None
-    strategy.setup()
+    strategy = trainer.strategy
+    strategy.setup(place.rank, place.world_size)
+    run = (Fit if task.stage == "fit" else Run)(trainer, module, task, place)
     try:
-        device = trainer.device_of(strategy.collective.rank)
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device)
-        outcome = _work(trainer, module, loaders, task, device)
-        return outcome
+        return _work(run, trainer, module, loaders)
     finally:
         try:
             strategy.teardown()
-        except BaseException as error:  # of the user's own strategy; the module is trained
-            if outcome is not None and outcome.state is not None:
-                vars(error)[RESULT] = outcome
-            raise
         finally:
             with suppress(RuntimeError):  # an error of the device says the same, and is on its way
-                release(module, device)
+                release(module, run.device)
 
 
-def _work(
-    trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task, device: torch.device
-) -> Outcome:
-    is_at_home = os.getpid() == task.home
-    if not is_at_home:
+def _work(run: Run, trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any]) -> Any:
+    task, outputs, queue, results = run.task, dict[str, Any](), Queue(), dict[str, Any]()
+    if not run.is_at_home:
         rng.start_from(task.random)
-    run = (Fit if task.stage == "fit" else Run)(trainer, module, task, device)
-    try:
-        return _outcome(run, trainer, module, loaders, is_at_home=is_at_home)
-    except BaseException as error:
-        if isinstance(run, Fit) and run.trained is not None and run.collective.rank == 0:
-            state = run.trained or weights_only(module, trainer)
-            vars(error)[RESULT] = Outcome(None, state, None, None, trainer.default_root_dir)
-        raise
-
-
-def _outcome(
-    run: Run, trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], *, is_at_home: bool
-) -> Outcome:
-    task, outputs = run.task, dict[str, Any]()
-    state = extras = None
     trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
     try:
-        with keeping_modes(module), _calling_callbacks(run), ending_forks():
-            run.set_up(prepares=trainer.local_rank == 0)
+        with keeping_modes(module), _watched(run), ending_forks():
+            run.set_up()
             if isinstance(run, Fit):
                 run.start(**loaders)
                 run.run()
-                # On the CPU, since the trainer keeps the snapshot until the next fit.
-                state = run.trained = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, run.snapshots.take())
             else:
                 if task.saved is not None:
                     load(run, task.saved)
                 outputs["metrics"], outputs["predictions"] = evaluate(run, loaders["loader"], task.stage)
-            if run.collective.rank == 0:
+            if run.place.local_rank == 0:
                 with replaced(run, "apart", "results_to_return"):
-                    own = module.results_to_return()
-                    others = {each.state_key: each.results_to_return(trainer, module) for each in trainer.callbacks}
-                extras = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (own, others))
+                    module.add_to_queue(queue)
+                    results = {each.state_key: each.results_to_return(trainer, module) for each in trainer.callbacks}
     finally:
         if isinstance(run, Fit):
             run.end()
         trainer._run = module._trainer = None  # pyright: ignore[reportPrivateUsage]
     result = Result(
-        stage=task.stage,
+        task.stage,
         **trainer.state_dict(),
         callback_metrics=dict(trainer.metrics),
         join_report=trainer.join_report,
         stopped=trainer.should_stop,
         **outputs,
     )
-    if is_at_home or run.collective.rank != 0:
-        return Outcome(result, state, None, extras, trainer.default_root_dir)
-    weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
-    return Outcome(result, state, {"module": weights, "random": rng.capture()}, extras, trainer.default_root_dir)
+    output = tuple(vars(result).values())
+    if run.place.local_rank != 0:
+        return *output, None, None, None, {}
+    weights = None if run.is_at_home else changed_weights(run)
+    random = None if run.is_at_home else rng.capture()
+    back = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (list(queue), results))
+    return *output, weights, random, *back
 
 
 @contextmanager
-def _calling_callbacks(run: Run) -> Generator[None]:
-    """Return a context that calls the callbacks' ``on_start``, ``on_exception`` if it raises, and the last hooks.
+def _watched(run: Run) -> Generator[None]:
+    """Return the context of a run, which is a block of all ranks, with the callbacks' first and last hooks.
 
-    All last hooks are called, whatever raises. The context raises the first exception, which is the cause.
+    All last hooks are called, whatever raises. The context raises the first exception, which is the cause. The other
+    ranks are sent it before these hooks.
     """
-    raised, stage = list[BaseException](), run.task.stage
+    trainer, module, stage, raised = run.trainer, run.module, run.task.stage, list[BaseException]()
 
-    def finish(hook: Callable[..., object], *args: Any) -> None:
+    def attempt(call: Callable[..., object], *args: Any) -> None:
         try:
-            hook(*args)
-        except Exception as error:
-            if raised:
-                logger.exception("a hook raised after the run had raised")
-            raised.append(error)
+            call(*args)
+        except BaseException as error:
+            fail(error)
 
+    def fail(error: BaseException) -> None:
+        run.apart = "a run that has raised an error"
+        raised.append(error)
+        if len(raised) > 1:
+            return logger.error("a hook raised after the run had raised", exc_info=error)
+        try:
+            trainer.strategy.close(error)
+        except BaseException as cause:
+            raised[0] = cause
+        return None
+
+    trainer.strategy.open([run.snapshots])
     try:
         run.call("on_start", stage)
         run.takes_metrics = stage != "predict"
         yield
     except BaseException as error:
-        run.apart = "a run that has raised an error"
-        raised.append(error)
+        fail(error)
     run.takes_metrics = False
     for name, *args in (("on_exception", *raised), ("on_end", stage), ("teardown", stage)):
-        for callback in run.trainer.callbacks if args else ():
-            finish(getattr(callback, name), run.trainer, run.module, *args)
-    finish(run.module.teardown, stage)
+        for callback in trainer.callbacks if args else ():
+            attempt(getattr(callback, name), trainer, module, *args)
+    attempt(module.teardown, stage)
+    attempt(trainer.strategy.close)
     if raised:
         raise raised[0]

@@ -47,7 +47,7 @@ class Library:
 
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
         self.store = store
-        self.rank = self.global_ordinal = lambda: rank
+        self.rank = self.global_ordinal = self.local_rank = self.local_ordinal = lambda: rank
         self.size = self.world_size = lambda: world_size
 
 

@@ -231,8 +231,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "        if not self.place.step.in_loop:\n            self.place = Place(",
-        "        if True:\n            self.place = Place(",
+        "= 0, 1.0\n            self.place = Place(",
+        "= 0, 1.0\n        self.place = Place(",
         "tests/join/protocol/test_nested.py::test_an_uneven_block_in_the_body_of_a_loop",
     ),
     Mutant(

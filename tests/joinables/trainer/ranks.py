@@ -11,14 +11,18 @@ from typing import Any
 import torch.distributed as dist
 
 from joinables.trainer import DDPStrategy, Strategy, Trainer
+from joinables.trainer.launch import Place
 
 
 class InPlace(DDPStrategy):
     """Runs in the process group that is there."""
 
-    def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
+    def place(self, world_size: int) -> Place:
+        return Place(dist.get_rank(), dist.get_world_size(), dist.get_rank())
+
+    def launch(self, fn: Callable[..., Any], *args: Any, world_size: int, **how: Any) -> Any:
         assert world_size == dist.get_world_size()
-        return fn(*args)
+        return Strategy.launch(self, fn, *args, world_size=world_size)
 
 
 def trainer(*, strategy: dict[str, Any] | None = None, **options: Any) -> Trainer:
@@ -35,3 +39,11 @@ def free_port() -> int:
         with socket.socket() as one, suppress(OSError):
             one.bind(("127.0.0.1", random.randrange(20000, 30000)))
             return one.getsockname()[1]
+
+
+def new_group() -> None:
+    """Make a new process group on all ranks, as is needed after a failure."""
+    if dist.is_initialized():
+        rank, ranks, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore("new", store), rank=rank, world_size=ranks)

@@ -177,7 +177,8 @@ def test_a_damaged_log_is_continued_without_the_damage(tmp_path: Path, damage: s
 
 
 def fits(rank: int, folder: Path, counts: tuple[int, ...], ckpt_path: Path | None) -> None:
-    batches = list(loader(6 * counts[rank], 6))
+    first = sum(counts[:rank])
+    batches = list(loader(6 * sum(counts), 6))[first : first + counts[rank]]
     keeper = ModelCheckpoint(folder / "files", save_top_k=-1, every_n_train_steps=1)
     run = trainer(max_epochs=2, callbacks=keeper, default_root_dir=folder, logger=CSVLogger(), log_every_n_steps=1)
     run.fit(Classifier(), batches, loader(12), ckpt_path=ckpt_path)

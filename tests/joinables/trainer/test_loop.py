@@ -18,7 +18,7 @@ from joinables.trainer.strategy import sharded
 from tests.ending import Ending
 from tests.harness import Parts, Pool, all_or_each, in_test_all, parts_in
 from tests.joinables.trainer.modules import Classifier, dataset, loader
-from tests.joinables.trainer.ranks import trainer
+from tests.joinables.trainer.ranks import new_group, trainer
 from tests.meeting import tell, wait_for
 from tests.training import TOLERANCE, assert_same, flat_state
 
@@ -267,6 +267,7 @@ def resumed_from_hook(rank: int, hook: str, folder: str, fails: bool) -> Any:
         return fit(False)
     with pytest.raises(Interrupt):
         fit(True)
+    new_group()
     return fit(False, ckpt_path=path)
 
 

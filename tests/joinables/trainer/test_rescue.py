@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from join.collectives.timeouts import TIMEOUTS
 from joinables.trainer import Callback, FileCheckpointIO, NotPicklable, Trainer, WorkerDied, launch
-from joinables.trainer.rescue import Rescue
-from joinables.trainer.trainer import Outcome
+from joinables.trainer import trainer as trainer_module
+from joinables.trainer.checkpoint import keep_trained
 from tests.ending import Ending
 from tests.joinables.trainer.modules import FEATURES, Classifier, loader
 from tests.joinables.trainer.ranks import trainer
@@ -99,7 +99,7 @@ def test_a_module_that_a_hook_changes(tmp_path: Path, recwarn: Any, change: str)
 def test_a_second_failure_leaves_the_file_of_the_first(tmp_path: Path) -> None:
     for number in range(3):
         state = {"epochs": 1, "global_step": 2, "module": {"number": torch.tensor(number)}}
-        Rescue(tmp_path, FileCheckpointIO()).keep(ValueError(), state)
+        keep_trained(tmp_path, FileCheckpointIO(), state)
     names = [f"trained-epoch=1-step=2{end}.ckpt" for end in ("", "-v1", "-v2")]
     assert [torch.load(tmp_path / name)["module"]["number"].item() for name in names] == [0, 1, 2]
 
@@ -125,7 +125,7 @@ class Fails(Callback):
         if self.where == f"interrupt of rank {trainer.global_rank}":
             raise KeyboardInterrupt
         if self.where == "Ctrl-C" and trainer.global_rank == 1:
-            while not list(Path(tempfile.gettempdir()).glob("*/result")):
+            while not list(Path(tempfile.gettempdir()).glob("*/snapshot")):
                 threading.Event().wait(0.01)
             os.kill(trainer.run.task.home, signal.SIGINT)
             threading.Event().wait()
@@ -207,12 +207,12 @@ def test_a_single_process_saves_too(tmp_path: Path) -> None:
 
 def test_a_result_that_does_not_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(value: Any, path: Path) -> None:
-        if path.name == "result":
+        if path.name == "snapshot":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(value, path)
 
     write = launch.write
-    monkeypatch.setattr(launch, "write", full)
+    monkeypatch.setattr(trainer_module, "write", full)
     with pytest.raises(OSError, match="No space left"):
         Trainer(devices=2, strategy="ddp_fork", default_root_dir=tmp_path).fit(Classifier(), loader(6))
     assert trained(tmp_path)["body.0.weight"].shape == (8, FEATURES)
@@ -241,17 +241,15 @@ class Unreadable(Extra):
 def test_an_extra_state_that_cannot_be_sent(tmp_path: Path, kind: type[Extra]) -> None:
     with pytest.raises((NotPicklable, ZeroDivisionError)):
         Trainer(devices=2, default_root_dir=tmp_path).fit(kind(), loader(6))
-    assert trained(tmp_path).keys() == dict(Classifier().named_parameters()).keys()
+    assert trained(tmp_path).keys() >= dict(Classifier().named_parameters()).keys()
 
 
 def test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(value: Any, write: Any) -> None:
-        if isinstance(value, Outcome):
-            while not list(Path(tempfile.gettempdir()).glob("*/report-1")):
-                threading.Event().wait(0.01)
-            threading.Event().wait(1.0)  # the launch would end this rank now
+        if isinstance(value, dict) and "module" in value:
+            threading.Event().wait(3.0)  # the launch would end this rank now, if another rank could fail in a last hook
         save(value, write)
 
     save = launch.save

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def wraps_once(rank: int) -> None:
     strategy = InPlace()
-    strategy.setup()
+    strategy.setup(dist.get_rank(), dist.get_world_size())
     module = Classifier()
     strategy.wrap(module, CPU, several_backwards=False)
     first = strategy.ddp

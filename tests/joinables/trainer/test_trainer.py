@@ -36,6 +36,7 @@ from joinables.trainer import (
     WorkerDied,
 )
 from joinables.trainer.checkpoint import read_checkpoint
+from joinables.trainer.launch import Place
 from joinables.trainer.module import check_module
 from tests.harness import NIGHT, in_test_all
 from tests.joinables.trainer.modules import Classifier, dataset, loader
@@ -557,8 +558,9 @@ class TellsItsPlace(Classifier):
         self.log("ranks", float(self.global_rank), reduce_fx="sum")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch.accelerator.device_count", lambda: 2)
-            patch.setattr(self.trainer, "_accelerator", "cuda")
-            self.log("devices", float(self.trainer.device_of(self.global_rank).index), reduce_fx="sum")
+            patch.setattr("torch.accelerator.set_device_index", lambda device: None)
+            device = self.trainer.strategy.device("cuda", self.trainer.run.place)
+            self.log("devices", float(device.index), reduce_fx="sum")
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -573,16 +575,22 @@ def test_the_trainer_starts_what_a_launcher_of_one_process_has_not(monkeypatch: 
 
 def test_gpus_by_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 of two nodes, to which a launcher deals ranks in turn."""
+
+    def device(run: Trainer, rank: int) -> torch.device:
+        place = run.strategy.place(run.world_size) or Place(rank, run.world_size, rank)
+        return run.strategy.device("cuda", place)
+
+    monkeypatch.setattr("torch.accelerator.set_device_index", lambda device: None)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     with pytest.raises(ValueError, match=r"accelerator='tpu', but .*\. Use one of cpu, auto, gpu, cuda"):
         Trainer(accelerator="tpu")
-    assert Trainer(accelerator="gpu", devices=4).device_of(3) == torch.device("cuda", 3)
+    assert device(Trainer(accelerator="gpu", devices=4), 3) == torch.device("cuda", 3)
     for name, value in {"RANK": "2", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    assert Trainer(accelerator="cuda", devices=4, num_nodes=2).device_of(2) == torch.device("cuda", 1)
+    assert device(Trainer(accelerator="cuda", devices=4, num_nodes=2), 2) == torch.device("cuda", 1)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
-    assert Trainer(accelerator="cuda", devices=1, num_nodes=8).device_of(2) == torch.device("cuda", 0)
+    assert device(Trainer(accelerator="cuda", devices=1, num_nodes=8), 2) == torch.device("cuda", 0)
 
 
 class LogsOneName(Classifier):
@@ -900,7 +908,7 @@ def test_metrics_of_hooks() -> None:
 
 
 class LogsAtEnds(Classifier):
-    def on_validation_end(self) -> None:
+    def on_validation_epoch_end(self) -> None:
         self.log("validated", float(self.global_step))
 
     def on_train_end(self) -> None:

@@ -29,6 +29,7 @@ OWN_KEYWORDS = (
     "timeout",
     "process_group",
     "loss_divided_by",
+    "own_attributes",
     "divide_by_initial_world_size",
 )
 """Keywords that ``Join`` uses itself instead of passing them to hooks."""
@@ -87,6 +88,18 @@ def checked_divisor(divisor: Any) -> int:
     if divisor < 1:
         raise wrong_value("loss_divided_by", divisor, "a number of at least 1", _MICRO_BATCHES)
     return int(divisor)
+
+
+def checked_names(names: Any) -> list[str]:
+    """Return ``own_attributes`` as a list if it consists of texts.
+
+    Raises:
+        TypeError: If it does not.
+    """
+    found: list[Any] = [...] if isinstance(names, str) or not isinstance(names, Iterable) else [*cast("Any", names)]
+    if not all(isinstance(name, str) for name in found):
+        raise wrong_kind("own_attributes", cast("Any", names), "a list of names", "names of attributes, as ['seconds']")
+    return found
 
 
 def listed(objects: Any, group: Any) -> list[Any]:

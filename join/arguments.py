@@ -33,61 +33,41 @@ OWN_KEYWORDS = (
     "divide_by_initial_world_size",
 )
 """Keywords that ``Join`` uses itself instead of passing them to hooks."""
-_SECONDS = "a positive number, or None to wait without limit"
 _SAMPLES = "the number of samples or tokens in the batch"
-_MICRO_BATCHES = "the number of micro-batches in an accumulation window"
 _SCALARS = (bool, int, float, str, type(None))
 
 
-def checked_timeout(timeout: Any) -> float | None:
-    """Return ``timeout`` if it is ``None`` or a positive number of seconds.
-
-    Raises:
-        TypeError: If ``timeout`` is not a number.
-        ValueError: If ``timeout`` is not positive and finite.
-    """
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise wrong_kind("timeout", timeout, "a number of seconds", _SECONDS)
-    if not (math.isfinite(timeout) and timeout > 0):
-        raise wrong_value("timeout", timeout, "a positive number of seconds", _SECONDS)
-    return timeout
-
-
-def checked_weight(weight: Any, name: str) -> float:
-    """Return ``weight`` as a float if it is a finite number of at least 0.
+def checked_number(
+    name: str, number: Any, what: str = _SAMPLES, *, least: int = 0, is_whole: bool = False, is_positive: bool = False
+) -> float:
+    """Return the value of an argument if it is a finite number of at least ``least``.
 
     Args:
-        weight: A number, or a tensor with one element.
         name: The expression that had this value, for the error text.
+        number: A number, or a tensor with one element.
+        what: What to pass, for the error text. By default, the argument is a weight.
+        least: The least number.
+        is_whole: Whether the number is an integer.
+        is_positive: Whether the number is larger than ``least``.
 
     Raises:
-        TypeError: If ``weight`` is not a number.
-        ValueError: If ``weight`` is negative or not finite.
+        TypeError: If it is not a number, or not a whole one.
+        ValueError: If the number is too small, infinite or NaN.
     """
-    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
-        weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise wrong_kind(name, weight, "a number", _SAMPLES)
-    number = float(weight)
-    if not (math.isfinite(number) and number >= 0):
-        raise wrong_value(name, weight, "a finite number of at least 0", _SAMPLES)
-    return number
+    if isinstance(number, torch.Tensor) and number.numel() == 1:
+        number = number.item()
+    if isinstance(number, bool) or not isinstance(number, Integral if is_whole else Real):
+        raise wrong_kind(name, number, f"a {'whole ' * is_whole}number", what)
+    value = float(cast("float", number))
+    if not math.isfinite(value) or value < least or (is_positive and value == least):
+        raise wrong_value(name, number, f"a finite number {'above' if is_positive else 'of at least'} {least}", what)
+    return value
 
 
-def checked_divisor(divisor: Any) -> int:
-    """Return ``loss_divided_by`` as an int if it is a number of micro-batches.
-
-    Raises:
-        TypeError: If ``divisor`` is not a whole number.
-        ValueError: If ``divisor`` is less than 1.
-    """
-    if isinstance(divisor, bool) or not isinstance(divisor, Integral):
-        raise wrong_kind("loss_divided_by", divisor, "a whole number", _MICRO_BATCHES)
-    if divisor < 1:
-        raise wrong_value("loss_divided_by", divisor, "a number of at least 1", _MICRO_BATCHES)
-    return int(divisor)
+def checked_timeout(timeout: Any) -> float | None:
+    """Return ``timeout`` if it is ``None`` or a positive number of seconds; raise as :func:`checked_number` does."""
+    seconds = "a number of seconds, or None to wait without limit"
+    return None if timeout is None else checked_number("timeout", timeout, seconds, is_positive=True)
 
 
 def checked_names(names: Any) -> list[str]:

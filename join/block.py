@@ -53,8 +53,8 @@ from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
-from join.errors import JoinError, PeerError, ProtocolError, add_note
-from join.failure.guard import FORK, Peers
+from join.errors import JoinError, PeerError, add_note
+from join.failure.guard import ENTERS, FORK, Guard
 from join.generators import Generators
 from join.held import Held
 from join.joinable import Burst, Joinable, JoinConfig, parts_of, values_of
@@ -109,14 +109,14 @@ def _report_open_blocks() -> None:
         cause = None if error is None else guard.explain(error)
         try:
             if cause is None:
-                guard.peers.look_again()
+                guard.look_again()
         except JoinError as failure:
             cause = failure
         if cause is not None:
             sys.excepthook(type(cause), cause, None)
         else:
             never_left = JoinError("Its process ended inside a Join block. Call join.close() before that. [J582]")
-            guard.peers.post(error or never_left)
+            guard.post(error or never_left)
 
 
 def report_failed_entry(collective: Collective, error: BaseException) -> None:
@@ -125,9 +125,9 @@ def report_failed_entry(collective: Collective, error: BaseException) -> None:
     Nothing is sent inside another block on the group, because that block sends the error when it is left.
     """
     if collective.world_size > 1 and id(collective) not in channels:
-        peers = Peers(collective, Progress)
-        peers.post(error)
-        peers.watch.end()
+        guard = Guard(collective, Progress)
+        guard.post(error)
+        guard.watch.end()
 
 
 def _would_block(outer: Collective, inner: Collective) -> bool:
@@ -142,7 +142,6 @@ class _End(NamedTuple):
 
     Attributes:
         last: Whether the rank was among the last that had data.
-        headers: The number of headers that it sent.
         total_steps: The number of steps that it made by itself (``Joinable.own_steps``), over all joinables.
         own_steps: A digest of the numbers of these steps, by joinable.
         values: A digest of the values that should be equal on all ranks.
@@ -150,14 +149,13 @@ class _End(NamedTuple):
     """
 
     last: bool
-    headers: int
     total_steps: int = 0
     own_steps: int = 0
     values: int = 0
     changes: int = 0
 
 
-_END = struct.Struct("<?5q")
+_END = struct.Struct("<?4q")
 
 
 class BlockAlone:
@@ -270,11 +268,11 @@ class OpenBlock:
             with profiled("enter"):
                 channel.begin_to_open(self.scope.timeout)
                 if not agreed and collective.world_size > 1:
-                    channel.guard.peers.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
+                    channel.guard.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
                 scopes = (*channel.roster.scopes, self.scope) if collective.world_size > 1 else ()
                 listed = [member.joinable for scope in scopes for member in scope.members]
                 values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self.scope.members]
-                message = channel.messages.start("entered Join", [*entered_with, f"joinables {VERSION}"], values)
+                message = channel.messages.start(ENTERS, [*entered_with, f"joinables {VERSION}"], values)
                 channel.open(self.scope)
                 if self._digest in agreed and len(channel.roster.scopes) == 1:
                     channel.headers.before_next = message
@@ -350,9 +348,9 @@ class OpenBlock:
 
     def tell(self, error: BaseException) -> None:
         """Send ``error`` to the other ranks, unless all ranks raise it, or they were sent another error."""
-        peers = self.channel.guard.peers
-        if not (isinstance(error, JoinError) or peers.watch.block.own is not None):
-            peers.post(error)
+        guard = self.channel.guard
+        if not (isinstance(error, JoinError) or guard.watch.block.own is not None):
+            guard.post(error)
 
     def _fail(self, error: BaseException) -> None:
         """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one."""
@@ -368,11 +366,11 @@ class OpenBlock:
         collective = self._collective
         row = self._row(out_of_data_at)
         joinables = [member.joinable for member in self.scope.members]
-        end, values, held = _End(outcome.last, row.headers), list[tuple[str, Mapping[str, Any]]](), self.scope.held
+        end, values, held = _End(outcome.last), list[tuple[str, Mapping[str, Any]]](), self.scope.held
         if not outcome.shadowed:
             values, own_steps = values_of(joinables), [joinable.own_steps for joinable in joinables]
             steps, changes = digest(repr(own_steps)), held.digest_of_changes()
-            end = _End(outcome.last, row.headers, sum(own_steps), steps, digest_of(values), changes)
+            end = _End(outcome.last, sum(own_steps), steps, digest_of(values), changes)
         stepping = {joinable.join_name: joinable.own_rates for joinable in joinables if joinable.own_rates is not None}
         last_rates = [number for rates in stepping.values() for number in (len(rates), (rates or [0.0])[-1])]
         packing = struct.Struct(f"<{len(last_rates)}d")
@@ -380,7 +378,7 @@ class OpenBlock:
             _END.pack(*end) + packing.pack(*last_rates) + self._generators.packed() + row.packed()
         )
         with profiled("compare"):
-            rows = self.channel.guard.wait(work, "has left its block", work.rows)
+            rows = self.channel.guard.wait(work, "has left its block", work.total)
         ends = [_End(*_END.unpack_from(row)) for row in rows]
         at = _END.size + packing.size
         reports = [RankReport.of(rank, row[at + Generators.size :]) for rank, row in enumerate(rows)]
@@ -424,14 +422,8 @@ class OpenBlock:
         Ranks that are out of data at the same time may have made different steps of their own. They are uneven then.
 
         Raises:
-            ProtocolError: If ranks sent different numbers of headers, or made the same steps and hold different values.
+            ProtocolError: If ranks made the same steps and hold different values.
         """
-        if len({end.headers for end in ends}) > 1:
-            raise ProtocolError(
-                "Other collectives ran on the process group inside the block and were mistaken for headers of Join:"
-                f" ranks sent {[end.headers for end in ends]} headers. Move them behind the block, or make a joinable"
-                " of them. [J079]"
-            )
         if outcome.shadowed:
             return replace(outcome, source=next(rank for rank, end in enumerate(ends) if end.last)), outcome.last
         if len({end.own_steps for end in ends}) > 1:  # steps that no rank announces, such as those under no_sync

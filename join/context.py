@@ -22,10 +22,9 @@ from join.arguments import (
     check_flags,
     check_initialised,
     check_keywords,
-    checked_divisor,
     checked_names,
+    checked_number,
     checked_timeout,
-    checked_weight,
     collective_to_tell,
     common_collective,
     entered_with,
@@ -46,7 +45,7 @@ from join.options import Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
-from join.scaling import checked_divided_over, factor_in_loop, refuse_scaling, scale_alone, scaled
+from join.scaling import factor_in_loop, refuse_scaling, scale_alone, scaled
 
 T = TypeVar("T")
 L = TypeVar("L", bound="torch.Tensor | float")
@@ -144,7 +143,10 @@ class Join:
             divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
             check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
             self._throw, self._kwargs = throw_on_early_termination, kwargs
-            self._divisor = checked_divisor(loss_divided_by)
+            micro_batches = "the number of micro-batches in an accumulation window"
+            self._divisor = int(
+                checked_number("loss_divided_by", loss_divided_by, micro_batches, least=1, is_whole=True)
+            )
             self._own_attributes = checked_names(own_attributes)
         except BaseException as error:
             self._give_up(error)
@@ -294,7 +296,7 @@ class Join:
                 f"join.weight={weight!r} was set in a loop over join.iterate, which needs all weights before a step."
                 " Pass join.iterate(loader, weigh=function), with 0 for a batch that does not count. [J468]"
             )
-        weight = None if weight is None else checked_weight(weight, "join.weight")
+        weight = None if weight is None else checked_number("join.weight", weight)
         if self._block is None:
             self._weight = weight
         else:
@@ -337,11 +339,14 @@ class Join:
         if not block.is_alone and block.channel.guard.closed is FORK:
             block.channel.guard.raise_closed()
         if step.in_loop:
-            engine = self._collective.world_size if divided_over is None else checked_divided_over(divided_over)
-            for joinable in self._joinables if divided_over is None else ():
-                if joinable.needs_scale:
-                    joinable.check_divisor(self._collective.world_size)
-            factor = factor_in_loop(step, engine * self._divisor)
+            if divided_over is None:
+                divided_over = self._collective.world_size
+                for joinable in self._joinables:
+                    if joinable.needs_scale:
+                        joinable.check_divisor(divided_over)
+            divisor = "the number by which the engine divides the sum over ranks: the world size, or 1 if it sums"
+            divided_over = checked_number("divided_over", divided_over, divisor, is_positive=True)
+            factor = factor_in_loop(step, divided_over * self._divisor)
             return scaled(loss, factor) if block.is_alone else block.channel.scaling.scale(loss, factor)
         if self._is_in_loop or divided_over is not None:
             refuse_scaling(None if self._is_in_loop else divided_over)

@@ -58,13 +58,14 @@ def advised(text: str, advice: Mapping[str, str]) -> str:
 
     Args:
         text: The text of an error of this package, or one that quotes such texts.
-        advice: By the code of an error, the advice for it.
+        advice: By the codes of errors, such as ``"J012 J345"``, the advice for them.
     """
     parts = Text.of(text)
     if not parts.code:
         return text
     happened = re.sub(r"(?<=\().* \[J\d{3}\](?=\))", lambda quoted: advised(quoted[0], advice), parts.happened)
-    sentences = [happened, advice.get(parts.code, parts.advice), f"[{parts.code}]"]
+    words = next((words for codes, words in advice.items() if parts.code in codes), parts.advice)
+    sentences = [happened, words, f"[{parts.code}]"]
     return " ".join(filter(None, sentences)) + parts.rest
 
 

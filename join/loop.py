@@ -78,7 +78,7 @@ from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken
 from join.errors import JoinError, add_note, described
 from join.options import Options
-from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep, Phase
+from join.protocol.channel import IN_LOOP, ONE_AT_A_TIME, Channel, Lockstep, Phase
 from join.read_ahead import ReadAhead, length_of
 from join.rounds import Rounds, bits_of
 from join.transfer import broadcast_tree
@@ -126,7 +126,7 @@ class Loop(Lockstep, Iterable[T]):
     @property
     def is_open(self) -> bool:
         """Whether the loop has begun and not ended."""
-        return self.place is not None and self.place.loop is self and self.place.is_in_loop
+        return self.place is not None and self.place.loop is self and self.place.phase in IN_LOOP
 
     @property
     def is_last_step(self) -> bool:
@@ -178,24 +178,17 @@ class Loop(Lockstep, Iterable[T]):
             self._begin()
         elif self.is_superseded:
             raise JoinError(ONE_AT_A_TIME)
-        elif place.loop is not self or not place.is_in_loop:
+        elif place.loop is not self or place.phase not in IN_LOOP:
             return False
         else:
             self.end_step()  # first, since a rank whose body handled an error that ends the block must send nothing
             place.phase = Phase.READING
-        if not self.step.number:
-            self._begin_first_round()
+        if not self._has_step(f"reached step {self.step.number + 1} of join.iterate"):
+            if self.ahead.error is not None:
+                raise self.ahead.error
+            self._end()
+            return False
         rounds = self._rounds
-        if rounds.begun == rounds.steps:
-            if self.step.number:
-                if not self._options.lookahead:
-                    self._call_next_round(0)
-                rounds.begin_round(f"reached step {self.step.number + 1} of join.iterate")
-            if not rounds.steps:
-                if self.ahead.error is not None:
-                    raise self.ahead.error
-                self._end()
-                return False
         if not rounds.begun and self._options.lookahead:
             self._call_next_round(len(self.ahead.held))
         if self._options.throw and rounds.begun >= rounds.fewest:
@@ -204,6 +197,20 @@ class Loop(Lockstep, Iterable[T]):
             self._guard.raise_early_termination(exhausted=rounds.own_batches <= rounds.begun)
         self._enter_step()
         return True
+
+    def _has_step(self, doing: str) -> bool:
+        """Return whether the loop has another step, after the wait for a roll call if a round has ended.
+
+        Args:
+            doing: What this rank does, for the errors of other ranks.
+        """
+        if not self.step.number:
+            self._begin_first_round()
+        elif self._rounds.begun == self._rounds.steps:
+            if not self._options.lookahead:
+                self._call_next_round(0)
+            self._rounds.begin_round(doing)
+        return self._rounds.begun < self._rounds.steps
 
     def _enter_step(self) -> None:
         channel, progress, held = self.channel, self.progress, self.ahead.held
@@ -378,19 +385,12 @@ class Loop(Lockstep, Iterable[T]):
                 self._guard.close_and_raise(error)
             self.channel.complete_followers()
             self.progress.has_left = True
-            if not step.number:  # this rank has only asked for the length, but others may wait for its batches
-                self._begin_first_round()
-            rounds = self._rounds
-            if rounds.begun == rounds.steps:
-                if step.number:
-                    if not self._options.lookahead:  # others may run to the end, which they learn from this
-                        self._call_next_round(0)
-                    rounds.begin_round(f"left join.iterate in step {step.number}")
-                if not rounds.steps:  # this step was the last of all ranks, so the loop ends as without a break
-                    self._end()
-                    return
-            self.agree_to_leave()
-            self.end()
+            # Others may wait for the batches of this rank, if it has only asked for the length, or may run to the end.
+            if self._has_step(f"left join.iterate in step {step.number}"):
+                self.agree_to_leave()
+                self.end()
+            else:  # this step was the last of all ranks, so the loop ends as without a break
+                self._end()
         finally:
             self._release()
 

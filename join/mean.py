@@ -16,7 +16,7 @@ from zlib import crc32
 
 import torch
 
-from join.arguments import checked_weight
+from join.arguments import checked_number
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
 from join.errors import ProtocolError
@@ -61,7 +61,7 @@ def mean_over_ranks(collective: Collective, value: Any, weight: Any) -> Any:
         return mean.item() if mean.is_cpu else mean[0]
 
     is_on_device = isinstance(weight, torch.Tensor) and weight.numel() == 1 and not weight.is_cpu
-    own = flat(weight if is_on_device else checked_weight(weight, "weight"))
+    own = flat(weight if is_on_device else checked_number("weight", weight))
     order = sorted(range(len(keys)), key=keys.__getitem__)  # a dict has its own order on each rank
     parts = [flat(values[at]) for at in order]
     shapes = ", ".join(f"{keys[at]} {list(getattr(values[at], 'shape', ()))}".strip() for at in order)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
+from join.arguments import checked_number
 from join.errors import wrong_kind, wrong_value
 
 
@@ -51,11 +52,7 @@ class Options:
             raise wrong_value("dummy", self.dummy, "a valid value", fix)
         window = 1 if self.window == "all" else self.window
         for name, number, least in (("lookahead", self.lookahead, 0), ("window", window, 1)):
-            fix = f"an integer of {least} or more"
-            if isinstance(number, bool) or not isinstance(number, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise wrong_kind(name, number, "a whole number of steps", fix)
-            if number < least:
-                raise wrong_value(name, number, "possible", fix)
+            checked_number(name, number, "a number of steps", least=least, is_whole=True)
         if not self.lookahead and self.window != 1:
             raise ValueError(
                 f"window={self.window!r} was passed with lookahead=0, but the weights of a window are added up before"

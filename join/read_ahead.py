@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from join.arguments import checked_weight
+from join.arguments import checked_number
 from join.batch import tensors_in
 from join.errors import JoinError
 
@@ -144,7 +144,7 @@ class ReadAhead:
                 if batch is self:  # the default of next(), so the loader has no more batches
                     self.ended, self._state_at_end = True, state
                     return
-                weight = 1.0 if self._weigh is None else checked_weight(self._weigh(batch), "weigh(batch)")
+                weight = 1.0 if self._weigh is None else checked_number("weigh(batch)", self._weigh(batch))
                 is_changed = versions != list(map(_version, chain.from_iterable(map(_tracked, held))))
                 is_changed |= bool(foreign) and elements != _elements(foreign)
                 for each in held:

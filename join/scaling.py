@@ -38,7 +38,7 @@ from join.collectives._torch_private import (
     will_run,
     writes_to,
 )
-from join.errors import JoinError, wrong_value
+from join.errors import JoinError
 from join.joinable import Joinable
 
 L = TypeVar("L", bound="torch.Tensor | float")
@@ -391,15 +391,3 @@ def scale_alone(loss: L, weight: float, targets: Iterable[Any]) -> L:
     if isinstance(result, torch.Tensor) and result.requires_grad:
         on_gradient(result, begin_backward)
     return result
-
-
-def checked_divided_over(divided_over: Any) -> float:
-    """Return ``divided_over`` as a float.
-
-    Raises:
-        ValueError: If it is not a positive number.
-    """
-    if isinstance(divided_over, bool) or not isinstance(divided_over, (int, float)) or not divided_over > 0:
-        fix = "the number by which the engine divides the sum over ranks: the world size if it averages, or 1"
-        raise wrong_value("divided_over", divided_over, "a positive number", fix)
-    return float(divided_over)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from join import Join, JoinError, ProtocolError
-from join.arguments import checked_weight
+from join.arguments import checked_number
 from join.collectives import SingleCollective, collective_of
 from join.errors import described
 from join.joinable import OnGroup
@@ -67,7 +67,7 @@ class Mean(OnGroup):
                 f"Mean.update got {value!r}, which is not a number. Pass the mean over the batch, and make a Mean for"
                 " each value. [J681]"
             )
-        if number := checked_weight(weight, "weight"):
+        if number := checked_number("weight", weight):
             own = value.detach().double().reshape(()) if isinstance(value, torch.Tensor) else value
             self._sum, self._weight, self._merged = self._sum + own * number, self._weight + number, None
 

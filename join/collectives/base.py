@@ -29,7 +29,7 @@ import torch.distributed as dist
 from typing_extensions import final, override
 
 from join.collectives.board import Board, LocalBoard, StoreBoard
-from join.collectives.line import MESSAGES, SUMS, Gather, Line, Sum, Work
+from join.collectives.line import MESSAGES, SUMS, Line, Sum, Work
 from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine, opened
 from join.collectives.store import shared_store
 
@@ -357,8 +357,6 @@ class Collective(ABC):
 class GroupLine(Line):
     """Line over a collective. Each sum is an all-reduce, in one order with all other operations of the collective."""
 
-    depth = 2
-
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
 
@@ -380,26 +378,14 @@ class GroupLine(Line):
         return _GroupSum(self._collective.all_reduce(total), total, torch.Tensor.item)
 
     @override
-    def gather(self, data: bytes) -> Gather:
-        return _GroupGather(self._collective, data)
-
-
-class _GroupGather:
-    """All-gather of bytes."""
-
-    def __init__(self, collective: Collective, data: bytes) -> None:
-        self._data, self._size = bytearray(collective.world_size * len(data)), len(data)
-        rows = cast("Sequence[torch.Tensor]", torch.frombuffer(self._data, dtype=torch.uint8).split(self._size))
-        work = collective.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8), rows)
-        self.wait, self.is_completed = work.wait, work.is_completed
-
-    def rows(self) -> list[bytes]:
-        self.wait()
-        return [bytes(self._data[begin : begin + self._size]) for begin in range(0, len(self._data), self._size)]
+    def gather(self, data: bytes) -> Sum[list[bytes]]:
+        rows = torch.empty(self._collective.world_size, len(data), dtype=torch.uint8, device="cpu")
+        work = self._collective.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8), rows.unbind())
+        return _GroupSum(work, rows, lambda rows: [*map(bytes, cast("list[list[int]]", rows.tolist()))])
 
 
 class _GroupSum(Sum[V], Generic[V]):
-    """All-reduce of a tensor, from which ``read`` makes the sum."""
+    """Operation on a tensor, from which ``read`` makes the sum."""
 
     def __init__(self, work: Work, tensor: torch.Tensor, read: Callable[[torch.Tensor], V]) -> None:
         self.wait, self.is_completed, self.nbytes = work.wait, work.is_completed, tensor.nbytes

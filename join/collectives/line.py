@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from typing_extensions import override
@@ -36,7 +36,7 @@ class Work(Protocol):
 
 
 class Sum(Work, Protocol[V_co]):
-    """A sum of integers or of floating-point numbers that has been started."""
+    """A sum over all ranks that has been started: of numbers, or of bytes, which are listed in rank order."""
 
     nbytes: int
     """Number of bytes that each rank sends."""
@@ -51,14 +51,6 @@ class Sum(Work, Protocol[V_co]):
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
-
-
-class Gather(Work, Protocol):
-    """A few bytes from each rank, whose gathering has been started."""
-
-    def rows(self) -> list[bytes]:
-        """Return the bytes of each rank in rank order, once the operation is done."""
-        ...
 
 
 class Finished(Sum[V], Generic[V]):
@@ -81,8 +73,6 @@ class Finished(Sum[V], Generic[V]):
     def total(self) -> V:
         return self._value
 
-    rows = total
-
 
 DONE = Finished(0)
 """An operation that is done. All ranks and callers share it."""
@@ -91,11 +81,8 @@ DONE = Finished(0)
 class Line(ABC):
     """Sequence of operations over the ranks of a group, in one order on all of them.
 
-    Each operation is done before ``depth`` others are started, apart from one that is read late.
+    Each operation is done before the next one is started, apart from one that is read late.
     """
-
-    depth: ClassVar[int] = 1
-    """The largest number of operations that may run at a time."""
 
     @abstractmethod
     def sum(self, number: int, bits: int) -> Sum[int]:
@@ -111,5 +98,5 @@ class Line(ABC):
         """Start summing a floating-point number of 64 bits over all ranks."""
 
     @abstractmethod
-    def gather(self, data: bytes) -> Gather:
+    def gather(self, data: bytes) -> Sum[list[bytes]]:
         """Start gathering a few bytes from each rank, equally many from each."""

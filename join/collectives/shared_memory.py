@@ -32,16 +32,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from typing_extensions import final, override
 
 from join.collectives._torch_private import profiled
 from join.collectives.board import Board, Kind
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
-from join.collectives.line import SUMS, Gather, Line, Sum
+from join.collectives.line import SUMS, Line, Sum
 from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
+
+V = TypeVar("V")
 
 SWITCH = "JOIN_SHARED_MEMORY"
 """Environment variable that is 0 if headers should be sent over the process group."""
@@ -214,9 +216,9 @@ class Lane:
         self.cells, self.others, self.has_ended = segment.cells, segment.others, segment.has_ended
         self.count = 0
         """Number of operations that this rank has started."""
-        self.last: _Numbers | None = None
+        self.last: _Numbers[Any] | None = None
         """The last operation that this rank has started."""
-        self.late: _Numbers | None = None
+        self.late: _Numbers[Any] | None = None
         """An earlier operation that this rank has not read."""
         begin = number * PLACES * CELLS
         firsts = range(begin, begin + self.world_size * _CELLS_OF_RANK, _CELLS_OF_RANK)
@@ -235,35 +237,42 @@ class SharedMemoryLine(Line):
         width = -(-bits // BITS)
         if width > CELLS:
             return self._fallback().sum(number, bits)
-        work = _Sum()
-        work.start(self._lane, width, number)
-        return work
+        return _Numbers(self._lane, width, number, sum)
 
     @override
     def sum_float(self, number: float) -> Sum[float]:
-        work = _FloatSum()
-        work.start(self._lane, 2, *struct.unpack("Q", struct.pack("d", number)))
-        return work
+        (bits,) = struct.unpack("Q", struct.pack("d", number))
+        return _Numbers(self._lane, 2, bits, _sum_of_floats)
 
     @override
-    def gather(self, data: bytes) -> Gather:
+    def gather(self, data: bytes) -> Sum[list[bytes]]:
         width = -(-8 * len(data) // BITS)
         if width > CELLS:
             return self._fallback().gather(data)
-        work = _Gather(len(data))
-        work.start(self._lane, width, int.from_bytes(data, "little"))
-        return work
+        number, size = int.from_bytes(data, "little"), len(data)
+        return _Numbers(self._lane, width, number, lambda numbers: [each.to_bytes(size, "little") for each in numbers])
 
 
-class _Numbers:
+def _sum_of_floats(numbers: list[int]) -> float:
+    """Return the sum of floating-point numbers. Each rank adds the same bits in the same order."""
+    return sum(struct.unpack(f"{len(numbers)}d", struct.pack(f"{len(numbers)}Q", *numbers)))
+
+
+@final
+class _Numbers(Sum[V], Generic[V]):
     """Numbers of all ranks for one count of a lane, in ``width`` cells each, which are read as they arrive.
 
     This class makes as few function calls as it can, because each of them costs more in a step, whose caches are cold.
+
+    Args:
+        lane: The lane, into which this rank's number is written at once.
+        width: The number of cells.
+        number: The number of this rank.
+        read: Makes the sum of the numbers of all ranks, in rank order.
     """
 
-    def start(self, lane: Lane, width: int, number: int, /) -> None:
-        """Write this rank's number, and start to wait for the numbers of the others."""
-        self._lane, self._width, self.nbytes = lane, width, 8 * width
+    def __init__(self, lane: Lane, width: int, number: int, read: Callable[[list[int]], V]) -> None:
+        self._lane, self._width, self._read, self.nbytes = lane, width, read, 8 * width
         # When this number is written, no rank needs the number in its place: whoever has started the operation before
         # this one has read all that were complete by then.
         last, lane.last = lane.last, self
@@ -342,6 +351,13 @@ class _Numbers:
                     raise RuntimeError(f"Waiting for rank {rank} timed out after {limit:g} s. {CALL_THE_SAME} [J039]")
             time.sleep(0.0 if waited < _WITHOUT_PAUSE else min(waited * _PAUSE, _LONGEST_PAUSE))
 
+    @override
+    def total(self) -> V:
+        """Return the sum."""
+        if self._failure is not None:
+            raise self._failure
+        return self._read(self._numbers)
+
     def _ended(self) -> list[int]:
         """Return the ranks that have not written their numbers and whose processes have ended."""
         lane, tag = self._lane, self._count & LOW
@@ -349,41 +365,6 @@ class _Numbers:
         missing = [rank for rank in lane.others if lane.cells[last[rank]] & LOW != tag]
         ended = [rank for rank in missing if lane.has_ended(rank)]
         return [rank for rank in ended if lane.cells[last[rank]] & LOW != tag]  # it may have written it just before
-
-
-@final
-class _Sum(_Numbers, Sum[int]):
-    """Sum over a lane."""
-
-    def total(self) -> int:
-        """Return the sum."""
-        if self._failure is not None:
-            raise self._failure
-        return sum(self._numbers)
-
-
-@final
-class _FloatSum(_Numbers, Sum[float]):
-    """Sum of floating-point numbers. Each rank adds the same bits in the same order."""
-
-    def total(self) -> float:
-        """Return the sum."""
-        if self._failure is not None:
-            raise self._failure
-        return sum(struct.unpack(f"{len(self._numbers)}d", struct.pack(f"{len(self._numbers)}Q", *self._numbers)))
-
-
-@final
-class _Gather(_Numbers):
-    """Gathered bytes of each rank."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def rows(self) -> list[bytes]:
-        """Return the bytes of each rank."""
-        self.wait()
-        return [number.to_bytes(self._size, "little") for number in self._numbers]
 
 
 # -- the board ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from join.collectives.base import Collective, ReduceOp, check_op
-from join.collectives.line import DONE, MESSAGES, Finished, Gather, Line, Sum, Work
+from join.collectives.line import DONE, MESSAGES, Finished, Line, Sum, Work
 
 
 class SingleCollective(Collective):
@@ -55,5 +55,5 @@ class _OwnLine(Line):
         return Finished(number)
 
     @override
-    def gather(self, data: bytes) -> Gather:
+    def gather(self, data: bytes) -> Sum[list[bytes]]:
         return Finished([data])

@@ -1,4 +1,4 @@
-"""Failures of ranks: :class:`Peers` finds the rank that caused one, and :class:`Guard` waits for the other ranks.
+"""Failures of ranks: :class:`Guard` waits for the other ranks, and finds the rank that caused a failure.
 
 While a rank waits, it checks whether another rank has failed, and it waits no longer than ``timeout``. One rule covers
 all failures (``join.errors`` says what users see)::
@@ -37,26 +37,89 @@ _PENDING = "The process group has a collective pending and cannot be used any mo
 _LOST = "The process group cannot be used any more: restart from a checkpoint"
 
 
-class Peers:
-    """Other ranks of a block.
+class Closed(NamedTuple):
+    """Reason why a rank can announce nothing any more in the open blocks of a group.
+
+    Attributes:
+        cause: The reason, as a clause.
+        is_lost: Whether an operation of the group may be incomplete.
+    """
+
+    cause: str
+    is_lost: bool = True
+
+
+FORK = Closed("this process is a fork of the rank")
+ENTERS = "entered Join"
+"""Activity of a rank that enters a block, from the setup of the lines on."""
+
+
+class Guard:
+    """Guard against waiting forever, which also makes all ranks learn why a block ends.
+
+    An error inside a block is raised in one of three ways:
+
+    - A plain ``raise`` is the usual way. The code in the block may handle the error and continue, so the other ranks
+      are informed only if the exception leaves the block, as of any exception of the user (:meth:`fail`).
+    - :meth:`post_and_raise`, if this rank cannot continue even if the code handles the error, since it is out of step
+      with the other ranks. They are informed at once, because they may already wait for this rank.
+    - :meth:`close_and_raise`, if this rank cannot continue and the other ranks raise the same error, or know it.
 
     Args:
         collective: The ranks.
-        progress: Returns the progress of this rank. It is called in another thread.
-        on_fork: Called in a process that is forked from this one before the block ends.
+        progress: Returns the progress of this rank. It is called in another thread, too.
+        look_for_skipped: Called at intervals while this rank waits. It raises an error if it detects a fault.
     """
 
     def __init__(
-        self, collective: Collective, progress: Callable[[], Progress], on_fork: Callable[[], object] = bool
+        self,
+        collective: Collective,
+        progress: Callable[[], Progress],
+        look_for_skipped: Callable[[], object] = bool,
     ) -> None:
+        self.watch = watch_of(collective)
+        """The thread that reads the board."""
+        self.closed: Closed | None = None
+        """Reason why nothing can be announced any more; ``None`` if something can."""
+        self.timeout: float | None = None
+        """Seconds after which a rank that has not arrived is an error; ``None`` for no limit."""
+        self.doing = ""
+        """Current activity of this rank, while it waits for a message that is not a header."""
+        self._collective, self.progress, self._look_for_skipped = collective, progress, look_for_skipped
         self._rank, self._world_size = collective.rank, collective.world_size
+        self._arrived_at, self._busy_for, self._asked_at = time.monotonic(), 0.0, time.monotonic()
         # For each rank, its last beat, and how long it has been the last one, in seconds.
         self._beats: dict[int, tuple[int | None, float]] = {}
-        self._asked_at = time.monotonic()
-        self.watch, self._board = watch_of(collective), collective.board
-        """The thread that reads the board."""
-        self.begin = partial(self.watch.begin, progress, partial(collective.abort, connections=True), on_fork)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an operation of the group may be incomplete, after an exception."""
+        return self.closed is not None and self.closed.is_lost
+
+    def begin(self) -> None:
+        """Begin to watch the other ranks; called when the first block of the group opens."""
+        if self.watch.is_fork:
+            self.closed = FORK
+            self.raise_closed()
+        if lost := self._collective.kept.lost:
+            raise JoinError(
+                f"Another block of this process group has failed in this process ({lost}), so its ranks may wait in"
+                " different collectives. Restart from a checkpoint, or destroy the process group on all ranks and make"
+                " a new one. [J750]"
+            )
+        self._watch_block()
+        self._collective.waiter = self.wait_patiently
+
+    def _watch_block(self) -> None:
         """Begin to watch a block, unless one is open on the group."""
+        self.watch.begin(self.progress, partial(self._collective.abort, connections=True), self._leave_to_parent)
+
+    def end(self) -> None:
+        """Stop watching the other ranks; called when the last block of the group closes."""
+        self._collective.waiter = None
+        self.watch.end()
+        if self.is_lost:
+            self._collective.hold()
 
     def use(self, board: Board) -> None:
         """Use another board from now on, if its class differs from the current one."""
@@ -69,8 +132,8 @@ class Peers:
         """Post a note that this rank fails with ``error``."""
         if self._world_size == 1:
             return
-        self.begin()
-        self.use(self._board())  # it may have changed just before
+        self._watch_block()
+        self.use(self._collective.board())  # it may have changed just before
         text = "\n".join([f"rank {self._rank} failed: {described(error)}", *getattr(error, "__notes__", ())])
         self.watch.post(Note(self._rank, self._rank, type(error).__name__, text), TIMEOUTS.note)
 
@@ -193,83 +256,6 @@ class Peers:
             self.watch.post(Note(self._rank, cause, kind, text), TIMEOUTS.note)
         return error
 
-
-class Closed(NamedTuple):
-    """Reason why a rank can announce nothing any more in the open blocks of a group.
-
-    Attributes:
-        cause: The reason, as a clause.
-        is_lost: Whether an operation of the group may be incomplete.
-    """
-
-    cause: str
-    is_lost: bool = True
-
-
-FORK = Closed("this process is a fork of the rank")
-
-
-class Guard:
-    """Guard against waiting forever, which also makes all ranks learn why a block ends.
-
-    An error inside a block is raised in one of three ways:
-
-    - A plain ``raise`` is the usual way. The code in the block may handle the error and continue, so the other ranks
-      are informed only if the exception leaves the block, as of any exception of the user (:meth:`fail`).
-    - :meth:`post_and_raise`, if this rank cannot continue even if the code handles the error, since it is out of step
-      with the other ranks. They are informed at once, because they may already wait for this rank.
-    - :meth:`close_and_raise`, if this rank cannot continue and the other ranks raise the same error, or know it.
-
-    Args:
-        collective: The ranks.
-        progress: Returns the progress of this rank. It is called in another thread, too.
-        look_for_skipped: Called at intervals while this rank waits. It raises an error if it detects a fault.
-    """
-
-    def __init__(
-        self, collective: Collective, progress: Callable[[], Progress], look_for_skipped: Callable[[], None]
-    ) -> None:
-        self.peers = Peers(collective, progress, self._leave_to_parent)
-        """The other ranks."""
-        self.closed: Closed | None = None
-        """Reason why nothing can be announced any more; ``None`` if something can."""
-        self.timeout: float | None = None
-        """Seconds after which a rank that has not arrived is an error; ``None`` for no limit."""
-        self.doing = ""
-        """Current activity of this rank, while it waits for a message that is not a header."""
-        self.awaits_header = 0
-        """Number of the header that this rank waits for, or has waited for last."""
-        self.is_connecting = False
-        """Whether the ranks are connecting, so that a rank which does not answer is gone."""
-        self._collective, self.progress, self._look_for_skipped = collective, progress, look_for_skipped
-        self._arrived_at, self._busy_for = time.monotonic(), 0.0
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether an operation of the group may be incomplete, after an exception."""
-        return self.closed is not None and self.closed.is_lost
-
-    def begin(self) -> None:
-        """Begin to watch the other ranks; called when the first block of the group opens."""
-        if self.peers.watch.is_fork:
-            self.closed = FORK
-            self.raise_closed()
-        if lost := self._collective.kept.lost:
-            raise JoinError(
-                f"Another block of this process group has failed in this process ({lost}), so its ranks may wait in"
-                " different collectives. Restart from a checkpoint, or destroy the process group on all ranks and make"
-                " a new one. [J750]"
-            )
-        self.peers.begin()
-        self._collective.waiter = self.wait_patiently
-
-    def end(self) -> None:
-        """Stop watching the other ranks; called when the last block of the group closes."""
-        self._collective.waiter = None
-        self.peers.watch.end()
-        if self.is_lost:
-            self._collective.hold()
-
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
@@ -298,14 +284,14 @@ class Guard:
             self.raise_closed()  # the message is for the parent process
         try:
             if not work.is_completed():
-                self.doing = doing
+                before, self.doing = self.doing, doing
                 with profiled("wait"):
                     self._wait_and_look(work, patient)
-                self.doing = ""
+                self.doing = before
             result = (then or work.wait)()
             # After so long, the other ranks may have raised an error about this rank.
             if self.timeout is not None and self._busy_for >= self.timeout / 2:
-                self.peers.look_again()
+                self.look_again()
             return result
         except (PeerError, JoinTimeoutError) as error:
             self.close_and_raise(error)
@@ -319,8 +305,7 @@ class Guard:
 
     def wait_patiently(self, work: Work) -> None:
         """Wait for an operation that may take longer than ``timeout``, such as a copy of all state."""
-        doing = "entered Join" if self.is_connecting else "takes part in a message to all ranks"
-        self.wait(work, self.doing or doing, patient=True)
+        self.wait(work, self.doing or "takes part in a message to all ranks", patient=True)
 
     def _wait_and_look(self, work: Work, patient: bool) -> None:
         """Wait until ``work`` is done or has failed."""
@@ -333,16 +318,16 @@ class Guard:
             except RuntimeError:  # the interval is over, or the work has failed
                 if work.is_completed():
                     return
-            self.peers.look()
+            self.look()
             self._look_for_skipped()
             if not patient:
                 if time.monotonic() - started >= limit:
                     raise self.timeout_error()
             elif self.timeout is not None:
-                if silent := self.peers.silent(self.peers.ask(), limit):
+                if silent := self.silent(self.ask(), limit):
                     raise self.timeout_error(silent)
-            elif self.is_connecting:
-                self.peers.look_for_silent(self.peers.ask())
+            elif self.doing == ENTERS:  # a rank that does not answer is gone
+                self.look_for_silent(self.ask())
 
     def look_around(self, seconds: float) -> None:
         """Look for a failure of another rank, and for a fault of this one, for some seconds.
@@ -354,7 +339,7 @@ class Guard:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                self.peers.look_again()
+                self.look_again()
             except (PeerError, JoinTimeoutError) as error:
                 self.close_and_raise(error)
             self._look_for_skipped()
@@ -369,14 +354,12 @@ class Guard:
             silent: The ranks that did not answer for so long.
             in_collective: Whether it waited in a collective of the process group.
         """
-        rank, own, others = self._collective.rank, self.progress(), self.peers.ask(limit=TIMEOUTS.note)
+        rank, own, others = self._rank, self.progress(), self.ask(limit=TIMEOUTS.note)
         if not in_collective:  # whose line this rank has left by an exception
             own = placed(own, threading.get_ident())
-        if not (in_collective or self.doing):  # this rank may have sent another header since
-            own = own._replace(headers=self.awaits_header)
         missing = [
             other
-            for other in range(self._collective.world_size)
+            for other in range(self._world_size)
             if other != rank and (other not in others or other in silent or _is_behind(others[other], own))
         ]
         here = [(other, progress) for other, progress in [*others.items(), (rank, own)] if other not in missing]
@@ -406,9 +389,9 @@ class Guard:
                 f"All ranks waited for different collectives until timeout={timeout:g} s expired ({doing}). Run the"
                 " same code on all ranks. [J062]"
             )
-        lines = places(every_rank({**others, rank: own}, self._collective.world_size))
+        lines = places(every_rank({**others, rank: own}, self._world_size))
         error = JoinTimeoutError("\n".join([f"{text} {_PENDING}", *lines]))
-        self.peers.post(error)
+        self.post(error)
         return error
 
     # -- leaving ------------------------------------------------------------------------------------------------------
@@ -417,7 +400,7 @@ class Guard:
         """Raise a :class:`JoinError`, because nothing can be announced any more."""
         if self.closed is FORK:
             raise JoinError(
-                f"This process was forked from rank {self._collective.rank}, after a Join block had begun, so it is not"
+                f"This process was forked from rank {self._rank}, after a Join block had begun, so it is not"
                 " a rank. Train only in the process that entered the block, and use the fork for work without other"
                 " ranks. [J581]"
             )
@@ -443,7 +426,7 @@ class Guard:
 
     def raise_early_termination(self, *, exhausted: bool) -> NoReturn:
         """Raise the error for ``throw_on_early_termination``. ``exhausted`` says whether this rank is out of data."""
-        own = f"Rank {self._collective.rank} exhausted all inputs."
+        own = f"Rank {self._rank} exhausted all inputs."
         others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
         self.close_and_raise(EarlyTerminationError(own if exhausted else others))
 
@@ -462,9 +445,9 @@ class Guard:
         if cause is None and self.closed is None:
             closes = is_alone or not isinstance(error, JoinError)
             self.closed = Closed(f"this rank raised {type(error).__name__}")
-            self.peers.post(error)
+            self.post(error)
         closed = self.closed
-        if closed is not None and closed.is_lost and self._collective.world_size > 1:
+        if closed is not None and closed.is_lost and self._world_size > 1:
             # Without this, code that handles the error waits for the device as soon as it reads a tensor.
             breaks = closes or is_broken(error)
             self._collective.abort(connections=breaks)
@@ -474,16 +457,16 @@ class Guard:
 
     def explain(self, error: BaseException) -> JoinError | None:
         """Return the error to raise instead of ``error`` if a collective broke because another rank failed."""
-        cause = self.peers.cause_of(error)
+        cause = self.cause_of(error)
         if cause is None and is_unreachable(error):  # a rank that waits for the connection is not told by gloo
             #: A host's name often has an address that only this host reaches, such as 127.0.1.1 on Debian. In
             #: GLOO_SOCKET_IFNAME, name the interface that reaches the other machines, as NCCL_SOCKET_IFNAME does.
             cause = JoinError(
-                f"Rank {self._collective.rank} cannot connect with another rank over gloo, which carries the messages"
+                f"Rank {self._rank} cannot connect with another rank over gloo, which carries the messages"
                 f" of Join ({error}). Set GLOO_SOCKET_IFNAME on each machine to the interface that reaches the other"
                 " machines, and let a firewall pass the connections. [J800]"
             )
-            self.peers.post(cause)
+            self.post(cause)
         elif cause is None and self.timeout is not None and is_broken(error, stores=False):
             cause = self.timeout_error(in_collective=True)  # the other ranks live, but some never call it
         if cause is not None:

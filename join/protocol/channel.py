@@ -60,9 +60,9 @@ from join.collectives.board import Progress
 from join.collectives.line import SUMS
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
-from join.failure.guard import Guard
+from join.failure.guard import ENTERS, Guard
 from join.joinable import Joinable, values_of
-from join.protocol.headers import FRESH, STOPPING, Header, Headers, Member, Roster, Scope, SentHeader
+from join.protocol.headers import FRESH, Header, Headers, Member, Roster, Scope, SentHeader
 from join.protocol.messages import WORD, Messages
 from join.protocol.progress import LateUse, LoopProgress
 from join.scaling import Scaling
@@ -91,6 +91,10 @@ class Phase(Enum):
     """It has left the body of the block without an exception, and shadows the bursts of other ranks."""
 
 
+IN_LOOP = Phase.READING, Phase.RUNNING, Phase.LEFT
+"""The phases between the begin of a loop on this rank and its end, or the failure of its block."""
+
+
 @dataclass(eq=False)
 class Place:
     """Position of this rank in a block. ``Channel.place`` is the place in the innermost block.
@@ -107,11 +111,6 @@ class Place:
     phase: Phase = Phase.PLAIN
     step: Step = PLAIN
     loop: Lockstep | None = None
-
-    @property
-    def is_in_loop(self) -> bool:
-        """Whether a loop has begun on this rank, and neither ended nor failed."""
-        return self.phase in (Phase.READING, Phase.RUNNING, Phase.LEFT)
 
     @property
     def step_of_body(self) -> Step:
@@ -159,7 +158,6 @@ class Channel:
         self.late_use: LateUse | None = None
         """The search for a consumer that reads ahead of the loop body, during a loop and after it; ``None`` if there
         is no such consumer."""
-        self._places: dict[Scope, Place] = {}  # of all open blocks, the innermost last
         self._outstanding: list[Member] = []  # the followers that have not acted since the last announcement
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
 
@@ -191,26 +189,24 @@ class Channel:
         if not self.headers.last.is_applied:
             self.headers.apply(self.headers.last)
         self._set_roster(Roster((*self.roster.scopes, scope), self.collective.world_size))
-        outer = self.place
-        self.place = self._places[scope] = outer if outer.step.in_loop else Place(loop=outer.loop)
+        if not self.place.step.in_loop:
+            self.place = Place(loop=self.place.loop)
 
     def agree(self) -> None:
         """Take the lines that carry messages, which the first call for a group sets up on all ranks."""
-        self.guard.is_connecting = True
-        self.messages.line = line = self.collective.line()
-        self.headers.depth = line.depth
+        self.guard.doing = ENTERS
+        self.messages.line = self.collective.line()
         self.sums = self.collective.line(SUMS)
         """Line for sums between the collectives of a burst: one of these, if the ranks have no line beside them."""
-        self.guard.peers.use(self.collective.board())
-        self.guard.is_connecting = False
+        self.guard.use(self.collective.board())
+        self.guard.doing = ""
 
     def close(self, scope: Scope) -> None:
         """Remove the members of a block that is left."""
-        place, scopes = self._places.pop(scope, self.place), tuple(self._places)
-        if scopes and place.is_in_loop:  # which is a loop of a block around this one
-            self._places[scopes[-1]] = place
-        self.place = self._places[scopes[-1]] if scopes else Place()
-        if self.place.phase is Phase.DRAINING:  # of the block that is left, if this one had the same place
+        scopes = tuple(each for each in self.roster.scopes if each is not scope)
+        if not scopes:
+            self.place = Place()
+        elif self.place.phase is Phase.DRAINING:  # of the block that is left
             self.place.phase = Phase.PLAIN
         self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
         self.messages.resize(header=self.roster.code.bits)
@@ -230,7 +226,7 @@ class Channel:
         """Raise an error if this rank, which waits, has skipped a burst that other ranks run in a loop."""
         place = self.place
         if place.loop is not None and place.step.in_loop:
-            place.loop.progress.look_for_skipped(self.guard.peers.ask())
+            place.loop.progress.look_for_skipped(self.guard.ask())
 
     def progress(self) -> Progress:
         """Return the progress of this rank, for other ranks that wait for it; called in another thread."""
@@ -297,8 +293,6 @@ class Channel:
             headers.confirm()  # first, since ranks that run the expected burst take part in nothing else
         elif index in self.roster.awaited:
             headers.read()
-        if headers.depth > 1:
-            headers.apply_before(index)
         return work
 
     def follow(self, joinable: Joinable) -> None:
@@ -375,11 +369,8 @@ class Channel:
                 break
         if event and self._outstanding and not self.place.step.in_loop:  # the body of a loop may skip followers
             self._refuse_missing(event)
-        headers = self.headers
-        if headers.depth > 1:
-            headers.apply_due()
-        elif not headers.last.is_applied:
-            headers.apply(headers.last)
+        if not self.headers.last.is_applied:
+            self.headers.apply(self.headers.last)
 
     def flush(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run pending bursts.
@@ -433,16 +424,14 @@ class Channel:
 
     def _shadow_all(self) -> Outcome:
         headers = self.headers
-        fresh, throws = True, self.roster.throws
+        fresh = True
         while True:
-            fields = [FRESH] if fresh else []
-            header = headers.send_and_read([*fields, STOPPING] if throws else fields)
+            header = headers.send_and_read([FRESH] if fresh else [])
             if header.active == 0:
                 headers.last.is_applied = True
-                headers.apply_before()
                 even = header.fresh == self.collective.world_size
                 return Outcome(even=even, last=fresh, shadowed=not even, source=headers.leader)
-            if throws:
+            if self.roster.throws:
                 self.guard.raise_early_termination(exhausted=True)
             fresh = False
             self._shadow(header)
@@ -453,8 +442,6 @@ class Channel:
         if header.diverged:
             self.headers.raise_diverged(self.headers.last)
         for index in header.announcements:
-            if self.headers.depth > 1:
-                self.headers.apply_before(index)
             member = self.roster.announcing[index]
             member.shadowed += 1
             self._run_main_hook(member)
@@ -569,7 +556,7 @@ class Lockstep(ABC):
             raise JoinError(ONE_AT_A_TIME)
         channel.prepare(event="a loop over join.iterate began")
         header = channel.headers.send_and_read([], active=True)
-        if header.stopping:
+        if channel.roster.throws and header.active < collective.world_size:
             self._guard.raise_early_termination(exhausted=False)
         if header.announcements:
             channel.headers.confirm()
@@ -665,14 +652,14 @@ class Lockstep(ABC):
             self._guard.close_and_raise(error)  # the other ranks know the error, or this rank has posted it
 
     def _wait_until_all_have_left(self) -> None:
-        peers, timeout = self._guard.peers, self._guard.timeout
+        guard, timeout = self._guard, self._guard.timeout
         others, pause, started = dict[int, Progress](), 0.0, time.monotonic()
         while not self.progress.all_have_left_here(others):
             time.sleep(pause)
             pause = min(2 * pause + 1e-3, TIMEOUTS.look)
-            others = peers.ask()
+            others = guard.ask()
             self.progress.look_for_skipped(others)
-            peers.look()
-            peers.look_for_silent(others)
+            guard.look()
+            guard.look_for_silent(others)
             if timeout is not None and time.monotonic() - started > timeout:
-                raise self._guard.timeout_error()
+                raise guard.timeout_error()

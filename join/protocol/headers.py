@@ -4,27 +4,22 @@ A header is a few counters in one whole number, which is summed over all ranks. 
 1 to every counter, and the sums are all that a rank needs to know of the others. The number of counters depends on the
 bursts in the list, not on the number of ranks::
 
-    ELSEWHERE, LEADER, ACTIVE, STOPPING, FRESH,  then, for each burst,  announced, *flags
+    ELSEWHERE, LEADER, ACTIVE, FRESH,  then, for each burst,  announced, *flags
 
 - ``ELSEWHERE`` counts the ranks that are not at a header (``join.protocol.messages``); nothing else holds then.
 - ``ACTIVE`` counts the ranks that announce.
 - ``LEADER`` is 1 while the leader is among these ranks.
-- ``STOPPING`` counts the exhausted ranks under ``throw_on_early_termination``.
 - ``FRESH`` counts the ranks that send their first header after the end of their data.
 - ``announced`` of a burst counts the ranks that announce the burst. Any number except 0 and ``ACTIVE`` means that the
   ranks have diverged.
 
 A counter has as many bits as the world size, so a sum never overflows; ``LEADER`` has one, as one rank adds to it. The
-header of a DDP module takes 63 bits at most up to 31 ranks. The size matters because the cost of a small all-reduce on
+header of a DDP module takes 63 bits at most up to 63 ranks. The size matters because the cost of a small all-reduce on
 gloo grows with the number of elements.
 
 To *apply* a header is to act on one that was sent earlier. If it reports that ranks diverged, the rank raises. If the
 old leader has left and any burst needs a leader, rows of all ranks name the new one. All ranks apply header i after
-burst i and before header i+1. If burst i was foreseen and headers go over the process group, which takes longer, all
-ranks apply header i later:
-
-- before burst i+1 and after header i+1, if burst i+1 needs the leader or was not foreseen itself;
-- before header i+2 in all other cases.
+burst i and before header i+1. By then the header has had the time of the burst to arrive.
 
 *Foreseen bursts.* No rank waits for a header that announces the expected burst. All ranks see the same headers in the
 same order, so they all expect the same burst next: the one that was announced one period ago. Before there is a period,
@@ -64,8 +59,8 @@ from join.held import Held
 from join.joinable import Burst, Joinable, JoinHook, NothingListed
 from join.protocol.messages import Message, Messages
 
-ELSEWHERE, LEADER, ACTIVE, STOPPING, FRESH = range(5)
-_FIXED = 5
+ELSEWHERE, LEADER, ACTIVE, FRESH = range(4)
+_FIXED = 4
 _LONGEST_PERIOD = 64  # bursts
 _NO_BURST = NothingListed(None)  # in place of a joinable that announces only because it is the first
 
@@ -81,7 +76,6 @@ class Header:
         elsewhere: The number of ranks that were not at a header. If there are any, the other attributes are invalid.
         active: The number of ranks that announced.
         leader_alive: Whether the leader announced.
-        stopping: Whether an exhausted rank ends the block on all ranks.
         fresh: The number of ranks whose data ended after their last header.
         announcements: The number of ranks that announced each burst, by index; without bursts that none announced.
         diverged: Whether active ranks announced different bursts.
@@ -91,8 +85,8 @@ class Header:
     def __init__(self, total: int, code: HeaderCode) -> None:
         counts = [total >> place & code.largest_count for place in code.places]
         counts[LEADER] &= 1
-        self.elsewhere, leaders, self.active, stopping, self.fresh = counts[:_FIXED]
-        self.leader_alive, self.stopping = leaders > 0, stopping > 0
+        self.elsewhere, leaders, self.active, self.fresh = counts[:_FIXED]
+        self.leader_alive = leaders > 0
         self.announcements: dict[int, int] = {}
         self.counts: list[Sequence[int]] = []
         for index, (begin, end) in enumerate(pairwise((*code.offsets, len(counts)))):
@@ -210,8 +204,6 @@ class Roster:
         is_alone: Whether only one member announces, not counting bursts that interject.
         early: The backward that may be announced in the forward, before it runs. ``None`` if there is more than one
             kind of backward, or a ``timeout``, since a header then means that the burst starts now.
-        needing_leader: The indices of bursts that may need to know the lowest active rank: bursts that track the
-            leader, and the ``early`` backward, whose header may announce buffers, too.
         tracks_leader: Whether any burst tracks the leader (``Burst.tracks_leader``).
         throws: Whether all ranks raise as soon as one is out of data; set by the innermost block.
         timeout: The seconds to wait for a rank, or ``None`` for no limit; set by the innermost block.
@@ -229,8 +221,7 @@ class Roster:
         self.code = HeaderCode([burst.flag_count for _, burst in bursts], world_size)
         self.flagged = [(index, burst) for index, burst in bursts if burst.flag_count]
         self.throws, self.timeout = (scopes[-1].throw, scopes[-1].timeout) if scopes else (False, None)
-        self.needing_leader = {index for index, burst in bursts if burst.tracks_leader}
-        self.tracks_leader = bool(self.needing_leader)
+        self.tracks_leader = any(burst.tracks_leader for _, burst in bursts)
         is_limited = self.timeout is not None
         self.awaited = {index for index, burst in bursts if is_limited and not burst.breaks_in_time}
         regular = [index for index, burst in bursts if not burst.interjects]
@@ -239,7 +230,6 @@ class Roster:
         self.first = regular[0] if self.is_alone else self.backwards[0] if len(self.backwards) == 1 else None
         is_early = len(self.backwards) == 1 and self.timeout is None
         self.early = self.announcing[self.backwards[0]].burst if is_early else None
-        self.needing_leader.update(self.backwards if is_early else ())  # a header in the forward may cover buffers
 
     def devices(self) -> list[torch.device]:
         """Return the device on which each listed member communicates."""
@@ -277,8 +267,7 @@ class SentHeader:
     computed replaces it. The defaults are the values before the first header.
 
     Attributes:
-        number: The number of headers that this rank has sent, including this one; 0 if it was not sent.
-        before: The header before this one, until this one is applied.
+        before: The header before this one; ``None`` without one.
         work: The sum over all ranks; ``None`` if all ranks know the header without a sum.
         member: The member whose burst this rank announced in it, if any.
         expected: The index of the member whose burst all ranks expected in it, if any.
@@ -288,8 +277,7 @@ class SentHeader:
         leader: That leader, once the header is applied.
     """
 
-    number: int = 0
-    before: SentHeader | None = None
+    before: Header | None = None
     work: Sum[int] | None = None
     member: Member | None = None
     expected: int | None = None
@@ -339,7 +327,7 @@ def _period_of(past: Sequence[int]) -> int:
 
 
 class Headers:
-    """Headers of one process group. One header at a time is being summed, or two if they go over the process group.
+    """Headers of one process group. One header at a time is being summed.
 
     Args:
         collective: The ranks.
@@ -355,8 +343,6 @@ class Headers:
         self.leader = 0
         """The lowest rank with data: the lowest active rank, or in a loop the lowest with a batch in the last step."""
         self.last = SentHeader()
-        self.depth = 1
-        """The number of headers that may be sent before the first of them is read."""
         self.before_next: Message | None = None
         """The message that compares what the ranks entered the block with; it is read before the next header."""
         self._collective, self._guard = collective, guard
@@ -426,10 +412,8 @@ class Headers:
                 if flag:
                     number += code.ones[field_index]
         member = None if index is None else roster.announcing[index]
-        before, expected = self.last if self.last.number else None, self.foresight.expected
-        self.last = SentHeader(
-            self.tally.headers + 1, before, None, member, expected, is_applied=False, knows_leader=False
-        )
+        before, expected = self.last.header if self.last.work else None, self.foresight.expected
+        self.last = SentHeader(before, None, member, expected, is_applied=False, knows_leader=False)
         if member is not None and index is not None:
             member.announced_in = self.last
             if not roster.is_alone:
@@ -460,10 +444,7 @@ class Headers:
         return last.header or self._read(last)
 
     def _read(self, sent: SentHeader) -> Header:
-        if sent.before is not None and sent.before.header is None:
-            self._read(sent.before)
         assert sent.work is not None
-        self._guard.awaits_header = sent.number
         sent.header = self.roster.code.unpack(self._guard.wait(sent.work, then=sent.work.total))
         if sent.header.elsewhere:
             self.messages.raise_apart()
@@ -474,14 +455,13 @@ class Headers:
                     self.foresight.saw(index)
         return sent.header
 
-    def is_foreseen(self, index: int, sent: SentHeader | None = None) -> bool:
+    def is_foreseen(self, index: int, sent: SentHeader) -> bool:
         """Return whether all ranks expected this burst in a header, so that no rank that runs the burst awaits it.
 
         Args:
             index: The index of the member whose burst it is.
-            sent: The header; by default the last one.
+            sent: The header.
         """
-        sent = sent or self.last
         return index == sent.expected and sent.before is not None and not self.roster.throws
 
     def active_for(self, burst: Burst) -> int:
@@ -494,8 +474,8 @@ class Headers:
             burst: The burst of the last header.
         """
         before = self.last.before
-        if before is not None and self.is_foreseen(self.roster.index[id(burst)]):
-            return (before.header or self._read(before)).active
+        if before is not None and self.is_foreseen(self.roster.index[id(burst)], self.last):
+            return before.active
         return self.read().active
 
     def leader_for(self, burst: Burst) -> int:
@@ -507,7 +487,7 @@ class Headers:
         Args:
             burst: The burst of the last header, which tracks the leader.
         """
-        return self.leader if self.is_foreseen(self.roster.index[id(burst)]) else self.find_leader()
+        return self.leader if self.is_foreseen(self.roster.index[id(burst)], self.last) else self.find_leader()
 
     def counts(self, burst: Burst) -> Sequence[int]:
         """Wait for the last header that announced this burst, and return its counts of the burst (``Header.counts``).
@@ -526,42 +506,15 @@ class Headers:
             EarlyTerminationError: If a rank is exhausted under ``throw_on_early_termination``.
         """
         member = self.last.member
-        if member is not None and self.is_foreseen(self.roster.index[id(member.joinable)]):
+        if member is not None and self.is_foreseen(self.roster.index[id(member.joinable)], self.last):
             return
         header = self.read()
-        if header.stopping:
+        if self.roster.throws and header.active < self._world_size:
             self._guard.raise_early_termination(exhausted=False)
         if header.diverged:
             self.raise_diverged(self.last)
 
     # -- acting on a header -------------------------------------------------------------------------------------------
-
-    def apply_due(self) -> None:
-        """Apply all headers that are not applied yet, except for the last one if its burst was foreseen."""
-        self.apply_before()
-        last = self.last
-        if not (last.is_applied or self._was_foreseen(last)):
-            self.apply(last)
-
-    def apply_before(self, index: int | None = None) -> None:
-        """Apply the header before the last one, if it is not applied yet and is due.
-
-        Args:
-            index: The index of the member whose burst runs next, which decides whether the header is due. ``None``
-                means that it is.
-        """
-        before = self.last.before
-        if before is None or before.is_applied:
-            return
-        if index is None or index in self.roster.needing_leader or not self.is_foreseen(index):
-            self.apply(before)
-
-    def _was_foreseen(self, sent: SentHeader) -> bool:
-        if sent.expected is None or not self.is_foreseen(sent.expected, sent):
-            return False
-        if sent.member is None:
-            return sent.header is not None and sent.expected in sent.header.announcements
-        return self.roster.announcing[sent.expected] is sent.member
 
     def apply(self, sent: SentHeader) -> None:
         """Apply a header that is not applied yet.
@@ -575,12 +528,11 @@ class Headers:
         header = sent.header or self._read(sent)
         if header.diverged:
             self.raise_diverged(sent)
-        sent.is_applied, before = True, sent.before
-        if before is not None and before.header is not None and before.header.active > header.active:
+        sent.is_applied = True
+        if sent.before is not None and sent.before.active > header.active:
             for index in header.announcements:
                 if self.is_foreseen(index, sent):
                     self.roster.announcing[index].burst.check_leavers()
-        sent.before = None
         if not (sent.knows_leader or header.leader_alive):
             self.find_leader(sent)
         sent.leader = self.leader

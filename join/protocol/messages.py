@@ -182,7 +182,7 @@ class Messages:
             doing: What this rank does, for the errors of other ranks.
         """
         work = self.line.gather(data)
-        return self._guard.wait(work, doing, work.rows)
+        return self._guard.wait(work, doing, work.total)
 
     def gather_numbers(self, number: int, doing: str = "") -> list[int]:
         """Return a number of each rank, as :meth:`gather` does."""
@@ -198,7 +198,7 @@ class Messages:
         """
         self._guard.doing = doing  # for the other ranks, which ask for it, too
         self._guard.look_around(TIMEOUTS.note)  # an error that says more than this one may be on its way
-        said = self._guard.peers.ask(limit=TIMEOUTS.note) | {self._collective.rank: self._guard.progress()}
+        said = self._guard.ask(limit=TIMEOUTS.note) | {self._collective.rank: self._guard.progress()}
         places = "; ".join(f"rank {rank} {place.doing.partition(' with ')[0]}" for rank, place in sorted(said.items()))
         self._guard.post_and_raise(
             ProtocolError(

@@ -490,8 +490,8 @@ class GradientSync(DDPBurst):
             # A sharded optimizer reads the result, and so may a joinable of the user. The reducer itself learns the
             # order of gradients before it rebuilds the buckets, and reduces the record of the used parameters. A comm
             # hook may only work inside a backward.
-            others = [m for m in self._channel.roster.listed if not isinstance(m.joinable, DDPBurst)]
-            readers = [m for m in others if m.joinable.communicates]
+            listed = [member.joinable for member in self._channel.roster.listed]
+            readers = [each for each in listed if each.communicates and not isinstance(each, DDPBurst)]
             is_more = self._rebuild.is_due or self._ddp.find_unused_parameters or self._has_comm_hook
             if not (readers or is_more):
                 parameters = []  # the end of the block overwrites their gradients

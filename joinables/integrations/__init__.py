@@ -38,8 +38,24 @@ def warn_if_alone(caller: str, processes: int, fix: str) -> None:
 
 VERSIONS = {"accelerate": ((1, 11), (2,)), "lightning": ((2, 5), (2, 7)), "transformers": ((4, 57), (6,))}
 """By the name of a framework, its oldest version that works, and the first that is refused; as in ``setup.cfg``."""
-SCALED = ("J460", "J461", "J526")
-"""Codes of errors of losses that were not scaled."""
+
+
+def refuse_options(refused: Mapping[str, str], options: Mapping[str, Any], place: str) -> None:
+    """Raise an error for the first option that cannot hold on uneven ranks.
+
+    Args:
+        refused: By an option and its value, such as ``"name=True"``, why it cannot hold.
+        options: The values that a user has chosen, by name.
+        place: Where the user has written them.
+
+    Raises:
+        ValueError: If an option has such a value.
+    """
+    for option, effect in refused.items():
+        name, _, value = option.partition("=")
+        if str(options.get(name)) == value:
+            #: The page of each framework lists the options that cannot hold if ranks have different numbers of batches.
+            raise ValueError(f"With {option}, {effect}. Remove it from {place}. [J121]")
 
 
 @contextmanager
@@ -47,7 +63,7 @@ def in_words_of(advice: Mapping[str, str]) -> Generator[None]:
     """Return a context whose errors say what the users of a framework write, who have no ``Join`` and no loop.
 
     Args:
-        advice: By the code of an error of this library, the advice that replaces its own.
+        advice: By the codes of errors of this library, the advice that replaces theirs.
     """
     try:
         yield

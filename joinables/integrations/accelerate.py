@@ -50,7 +50,7 @@ from join.collectives._torch_private import pytree
 from join.errors import advise
 from join.loop import Batches
 from join.transfer import gather_trees
-from joinables.integrations import SCALED, framework, in_words_of, warn_if_alone
+from joinables.integrations import framework, in_words_of, refuse_options, warn_if_alone
 from joinables.modules import replaced, with_methods
 
 __all__ = ["AcceleratedJoin", "check_accelerator", "gather_rows", "join_uneven_inputs"]
@@ -58,10 +58,16 @@ __all__ = ["AcceleratedJoin", "check_accelerator", "gather_rows", "join_uneven_i
 T = TypeVar("T")
 
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "FSDP")
-ADVICE = dict.fromkeys(SCALED, "Call accelerator.backward(loss) for every loss of the loop.") | {
+ADVICE = {
     "J013": "List the prepared model. For a compiled model, pass keep_torch_compile=False to accelerator.unwrap_model.",
+    "J460 J461 J526": "Call accelerator.backward(loss) for every loss of the loop.",
 }
-"""For codes of errors whose advice users of Accelerate cannot follow: the advice that replaces it."""
+"""By the codes of errors whose advice users of Accelerate cannot follow: the advice that replaces it."""
+REFUSED = {
+    "sync_each_batch=True": "each micro-batch is reduced by itself, so gradients cannot be the mean over the window",
+    "sync_with_dataloader=False": "a window continues in the next epoch, but the windows of a block end with it",
+}
+"""Options of ``GradientAccumulationPlugin`` that cannot hold, and why."""
 
 
 def join_uneven_inputs(
@@ -99,16 +105,11 @@ def join_uneven_inputs(
 
     Raises:
         TypeError: If ``accelerator`` is not an ``Accelerator``.
-        ValueError: If it cannot join: FSDP1, DeepSpeed, Megatron, or ``sync_each_batch``.
+        ValueError: If it cannot join: FSDP1, DeepSpeed, Megatron, or an option of :data:`REFUSED`.
         ImportError: If the version of Accelerate is too old.
         Exception: All errors of :class:`join.Join`.
     """
     check_accelerator(accelerator)
-    if not accelerator.gradient_state.sync_with_dataloader:
-        raise ValueError(
-            "With sync_with_dataloader=False, an accumulation window continues in the next epoch, but the windows of a"
-            " block end with it. Remove it from GradientAccumulationPlugin. [J831]"
-        )
     objects = list(joinables)
     warn_if_alone("join_uneven_inputs", accelerator.num_processes, "Without GPUs, pass cpu=True to the Accelerator.")
     if accelerator.distributed_type.value == "NO":
@@ -297,12 +298,8 @@ class PreparedLoaders:
 
         changes: dict[str, Any] = {"__iter__": batches}
         if issubclass(kind, module.DataLoaderShard):  # Accelerate 1.11 and 1.12 subtract the batches of other ranks
-            changes["adjust_state_dict_for_prefetch"] = _unadjusted
+            changes["adjust_state_dict_for_prefetch"] = lambda _: None
         undo.callback(with_methods(loader, changes))
-
-
-def _unadjusted(_: Any) -> None:
-    """Leave the state of a loader as it is."""
 
 
 def _warn_of_repeats(text: str) -> None:
@@ -555,8 +552,7 @@ def check_accelerator(accelerator: Any, caller: str = "join_uneven_inputs") -> N
         ImportError: If the version of Accelerate is too old.
     """
     if not isinstance(accelerator, framework("accelerate").Accelerator):
-        kind = type(accelerator).__name__
-        raise TypeError(f"accelerator is of type {kind}. Pass an accelerate.Accelerator. [J117]")
+        raise TypeError(f"accelerator is of type {type(accelerator).__name__}. Pass an accelerate.Accelerator. [J117]")
     kind = accelerator.distributed_type.value
     if kind not in _KINDS:
         raise ValueError(
@@ -568,8 +564,5 @@ def check_accelerator(accelerator: Any, caller: str = "join_uneven_inputs") -> N
             "FSDP1 cannot join. Pass FullyShardedDataParallelPlugin(fsdp_version=2) to the Accelerator, or"
             " fsdp_config={'version': 2} to TrainingArguments. [J120]"
         )
-    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
-        raise ValueError(
-            "sync_each_batch=True reduces each micro-batch by itself, so gradients cannot be the mean over the window."
-            " Remove it from GradientAccumulationPlugin, or from gradient_accumulation_kwargs. [J121]"
-        )
+    place = "GradientAccumulationPlugin, or from gradient_accumulation_kwargs"
+    refuse_options(REFUSED, accelerator.gradient_state.plugin_kwargs, place)

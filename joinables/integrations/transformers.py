@@ -62,7 +62,7 @@ from join.collectives import collective_of
 from join.collectives._torch_private import pytree
 from join.mean import mean_over_ranks
 from join.read_ahead import length_of
-from joinables.integrations import SCALED, Loader, framework, in_words_of, warn_if_alone
+from joinables.integrations import Loader, framework, in_words_of, refuse_options, warn_if_alone
 from joinables.integrations.accelerate import check_accelerator, counting_no_dummies, gather_rows, scaling_losses
 from joinables.modules import keeping_modes, replaced, with_methods
 
@@ -86,23 +86,30 @@ PREPARED = "_is_accelerate_prepared"
 """Name of Accelerate's mark on a model."""
 LOG_ONLY = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
 """Trainers of TRL that use the result of ``accelerator.gather`` for logs only."""
-TENSORS = "Return tensors in lists, tuples, dicts or dataclasses from the data_collator."
+REFUSED = {
+    "average_tokens_across_devices=False": "the mean of a rank without tokens counts like that of any other",
+    "auto_find_batch_size=True": "the training starts again only on the rank that is out of memory",
+    "enable_jit_checkpoint=True": "each rank saves and stops by a clock of its own",
+    "use_legacy_prediction_loop=True": "ranks evaluate different numbers of batches",
+    "dispatch_batches=True": "rank 0 reads for all ranks",
+    "split_batches=True": "ranks share the batches of one stream",
+}
+"""Options of a Trainer that cannot hold, and why."""
 STOP = "To stop, set the flags of TrainerControl on all ranks in the same step, by a value that all ranks have."
-ADVICE = dict.fromkeys(SCALED, "Call self.accelerator.backward(loss) for every loss.") | {
-    "J067": TENSORS,
+ADVICE = {
+    "J067 J555": "Return tensors in lists, tuples, dicts or dataclasses from the data_collator.",
     "J089": "Call the model only in the thread that called train, and only in its steps.",
-    "J092": STOP,
+    "J092 J810": STOP,
     "J093": f"Call super().training_step for every batch. {STOP}",
     "J421": "Call the model in training_step, or before or after train().",
     "J441": "Change parameters, gradients and learning rates alike on all ranks, even if self.shadowing is true.",
+    "J460 J461 J526": "Call self.accelerator.backward(loss) for every loss.",
     "J471": "Remove no_sync from training_step, which the Trainer calls in it.",
     "J521": "Call self.accelerator.gather_for_metrics. Of TRL's trainers, use SFT-, DPO-, KTO- or RewardTrainer.",
     "J536": "Remove it from the DistributedDataParallelKwargs or from the model.",
-    "J555": TENSORS,
-    "J810": STOP,
     "J822": "Let the loader yield copies of its batches.",
 }
-"""For codes of errors whose advice users of a Trainer cannot follow: the advice that replaces it."""
+"""By the codes of errors whose advice users of a Trainer cannot follow: the advice that replaces it."""
 
 
 class JoinTrainerMixin(_Base):
@@ -169,8 +176,8 @@ class JoinTrainerMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Make an accelerator that does not distribute the loader of a stream over the ranks."""
         self._plain.create_accelerator_and_postprocess()
-        accelerator = self.accelerator
-        accelerator.prepare_data_loader = partial(prepare_loader, accelerator, accelerator.prepare_data_loader)
+        prepare = self.accelerator.prepare_data_loader
+        self.accelerator.prepare_data_loader = partial(prepare_loader, self.accelerator, prepare)
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of this rank's own stream, or of its share of a map-style data set."""
@@ -292,7 +299,7 @@ class JoinTrainerMixin(_Base):
             model.eval()  # without dropout, and without changes of buffers
             for number in torch.arange(1, 3, device=self.args.device):
                 trial = cast("Any", copy.copy(self))
-                trial.__dict__ = {**pytree.tree_map(torch.nn.Identity(), vars(self)), "log": _log_nothing}
+                trial.__dict__ = {**pytree.tree_map(torch.nn.Identity(), vars(self)), "log": lambda *_, **__: None}
                 with torch.random.fork_rng(devices):
                     losses.append(trial.compute_loss(model, {**inputs}, num_items_in_batch=number))
         is_shown = all(bool(loss.isfinite()) and bool(loss) for loss in losses)
@@ -352,10 +359,10 @@ class JoinTrainerMixin(_Base):
         """Run the Trainer's own loop over this rank's batches, followed by as many dummies as needed."""
         group = None  # the default group, unless the block of an epoch is open on it
         if self._windows is not None:
-            if self._evaluation_group is None:
-                self._evaluation_group = cast("dist.ProcessGroup", dist.new_group())
-            group = self._evaluation_group
+            group = self._evaluation_group = self._evaluation_group or cast("dist.ProcessGroup", dist.new_group())
         samples = torch.tensor(0, device="cpu")
+        # A Trainer joins the rows of steps only if they are tensors; a list of objects would lose some.
+        objects = self.args.eval_use_gather_object and not self.args.eval_do_concat_batches
 
         def counted() -> Iterator[Any]:
             for batch in join.iterate(batches, dummy="last"):
@@ -366,7 +373,7 @@ class JoinTrainerMixin(_Base):
             in_words_of(ADVICE),
             Join([], process_group=group) as join,
             self._counting_no_dummies(join),
-            replaced(self, "gather_function", self.accelerator.gather_for_metrics),
+            replaced(self, "gather_function", partial(self.accelerator.gather_for_metrics, use_gather_object=objects)),
             replaced(self.args, "average_tokens_across_devices", False),  # each batch has its own mean
         ):
             output = self._plain.evaluation_loop(counted(), *arguments, **named)
@@ -378,22 +385,12 @@ class JoinTrainerMixin(_Base):
     def _check_arguments(self, *, resumes: bool) -> None:
         check_accelerator(self.accelerator, "JoinTrainer")
         args = self.args
-        if not args.average_tokens_across_devices:
-            raise ValueError(
-                "average_tokens_across_devices=False counts the means of all ranks equally, even the mean of a rank"
-                " without tokens. Pass average_tokens_across_devices=True to TrainingArguments. [J136]"
-            )
-        if args.accelerator_config.dispatch_batches:
-            raise ValueError(
-                "With dispatch_batches=True, rank 0 reads for all ranks. Remove it from accelerator_config. [J137]"
-            )
-        if args.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size=True restarts the training only on the rank that is out of memory. Remove it from"
-                " TrainingArguments. [J138]"
-            )
+        streams = isinstance(self.train_dataset, IterableDataset)
+        refuse_options(REFUSED, vars(args), "TrainingArguments")
+        config = vars(args.accelerator_config)
+        refuse_options(REFUSED, config if streams else {**config, "split_batches": False}, "accelerator_config")
         counts = args.include_num_input_tokens_seen not in ("no", False)
-        if IS_ONE_METHOD and (counts or (resumes and isinstance(self.train_dataset, IterableDataset))):
+        if IS_ONE_METHOD and (counts or (resumes and streams)):
             raise ValueError(
                 f"{'include_num_input_tokens_seen' if counts else 'resume_from_checkpoint'} would count dummies, or not"
                 f" find the epoch of a stream, in Transformers {_library.__version__}. Remove it, or install"
@@ -411,10 +408,6 @@ class JoinTrainer(JoinTrainerMixin, _library.Trainer):
 
     :class:`JoinTrainerMixin` describes it.
     """
-
-
-def _log_nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 # -- accumulation windows ---------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from join import Burst, Join, JoinTimeoutError, PeerError
 from join.collectives import Collective
@@ -27,6 +29,24 @@ def operates(collective: Collective) -> None:
     """Check any collective."""
     for check in CHECKS:
         check(collective)
+
+
+def check_over_library(
+    collective: Collective, rank: int, size: int, *checks: Callable[[Collective], None], times: int = 1
+) -> None:
+    """Check a collective on a rank that its library has started, from ``setup`` to ``teardown``."""
+    for _ in range(times):
+        with pytest.raises(ValueError, match="J818"):
+            Join([], process_group=collective)
+        told = rf"world_size={size + 1}\) does not fit.* as rank {rank} of {size}\..*\[J864\]"
+        with pytest.raises(ValueError, match=told):
+            collective.setup(rank, size + 1)
+        collective.setup(rank, size)
+        for check in checks:
+            check(collective)
+        collective.teardown()
+        collective.teardown()
+    print(f"rank {rank} of {size}: {', '.join(check.__name__ for check in checks)}: {len(checks)} passed", flush=True)
 
 
 def check_all_reduce(collective: Collective) -> None:
@@ -266,6 +286,22 @@ def times_out(collective: Collective) -> None:
         adds.add(1)
 
 
+def refuses_ddp(collective: Collective) -> None:
+    """A module that communicates by ``torch.distributed`` in a block over another library."""
+    has_group = dist.is_initialized()
+    if not has_group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    told = rf"group={type(collective).__name__} is a coll.* \(DistributedDataParallel\)\. Write Join\(\[\],.*\[J860\]"
+    with pytest.raises(ValueError, match=told):
+        Join([model], process_group=collective)
+    told = r"Join\(\[SGD\]\) lists no object that communicates.*another library.*\[J013\]"
+    with pytest.raises(ValueError, match=told):
+        Join([torch.optim.SGD(model.parameters())], process_group=collective)
+    if not has_group:
+        dist.destroy_process_group()
+
+
 CHECKS: list[Callable[[Collective], None]] = [
     check_all_reduce,
     check_broadcast,
@@ -280,3 +316,4 @@ CHECKS: list[Callable[[Collective], None]] = [
     check_join,
     check_iterate,
 ]
+CHECKS_OVER_LIBRARY = [*CHECKS, check_arguments, refuses_ddp]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, PeerError
 from join.collectives import Collective
 from join.collectives.horovod import HorovodCollective
 from join.collectives.xla import XLACollective
-from tests.conformance.collective_suite import conforms, fails, times_out
+from tests.conformance.collective_suite import CHECKS_OVER_LIBRARY, check_over_library, fails, times_out
 from tests.conformance.fakes import Horovod, over_horovod, over_xla
 from tests.ending import Ending
 from tests.harness import Pool
@@ -26,30 +26,26 @@ Over = Callable[[int, int, dist.Store], AbstractContextManager[Collective]]
 LIBRARIES = [over_horovod, over_xla]
 
 
-def in_group(rank: int, over: Over, check: Callable[[Collective], None]) -> None:
+def in_group(rank: int, over: Over, *checks: Callable[[Collective], None], times: int = 1) -> None:
     store: Any = dist.distributed_c10d._get_default_store()
     size = dist.get_world_size()
     with over(rank, size, dist.PrefixStore("library", store)) as collective:
-        with pytest.raises(ValueError, match=rf"world_size=9\) does not fit.* as rank {rank} of {size}\..*\[J864\]"):
-            collective.setup(rank, 9)
-        for _ in range(1 + (check is conforms)):  # the ranks are in different places after a failure
-            with pytest.raises(ValueError, match="J818"):
-                Join([], process_group=collective)
-            collective.setup(rank, size)
-            check(collective)
-            collective.teardown()
-            collective.teardown()
+        check_over_library(collective, rank, size, *checks, times=times)
+
+
+conform = partial(in_group, times=2)
+"""Ranks are in different places after a failure. Otherwise a collective may be set up again."""
 
 
 @pytest.mark.parametrize("over_group", [False, True])
 @pytest.mark.parametrize("over", LIBRARIES)
 def test_conforms(pool: Pool, over: Over, over_group: bool) -> None:
-    pool.run(in_group, over, conforms, ranks=RANKS, over_group=over_group)
+    pool.run(conform, over, *CHECKS_OVER_LIBRARY, ranks=RANKS, over_group=over_group)
 
 
 @pytest.mark.parametrize("over", LIBRARIES)
 def test_alone(pool: Pool, over: Over) -> None:
-    pool.run(in_group, over, conforms, ranks=1)
+    pool.run(conform, over, *CHECKS_OVER_LIBRARY, ranks=1)
 
 
 @pytest.mark.parametrize("over_group", [False, True])
@@ -93,22 +89,6 @@ def shuts_down_what_it_has_started(collective: Collective) -> None:
 
 def test_horovod_is_shut_down_by_those_who_started_it(pool: Pool) -> None:
     pool.run(in_group, over_horovod, shuts_down_what_it_has_started, ranks=1)
-
-
-def refuses_ddp(collective: Collective) -> None:
-    model = DistributedDataParallel(torch.nn.Linear(1, 1))
-    told = rf"group={type(collective).__name__} is a coll.* \(DistributedDataParallel\)\..*\[J860\]"
-    with pytest.raises(ValueError, match=told):
-        Join([model], process_group=collective)
-    with pytest.raises(
-        ValueError, match=r"Join\(\[SGD\]\) lists no object that communicates.*another library.*\[J013\]"
-    ):
-        Join([torch.optim.SGD(model.parameters())], process_group=collective)
-
-
-@pytest.mark.parametrize("over", LIBRARIES)
-def test_ddp_is_refused(pool: Pool, over: Over) -> None:
-    pool.run(in_group, over, refuses_ddp, ranks=2)
 
 
 def test_a_process_of_horovod_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -194,10 +195,13 @@ def test_losses_that_are_divided_in_accelerate(pool: Pool) -> None:
 # -- Lightning --------------------------------------------------------------------------------------------------------
 
 
-def in_lightning(rank: int) -> list[Trained]:
+def in_lightning(rank: int, package: str) -> list[Trained]:
     """Log the loss of each step, and of the epoch."""
-    import lightning.pytorch as pl  # pyright: ignore[reportMissingImports]
-
+    if package == "pytorch_lightning":  # as in a process that has imported nothing of the newer name
+        for name in [each for each in sys.modules if re.match(r"lightning\b|joinables\.integrations\.lightning", each)]:
+            del sys.modules[name]
+    pl = imported(package)
+    imported("joinables.integrations.lightning")
     from tests.integrations.lightning.training import quiet
 
     class Module(pl.LightningModule):
@@ -250,9 +254,10 @@ def in_fabric(rank: int, example: str) -> list[Trained]:
     return found
 
 
-def test_lightning(ending: Ending) -> None:
-    pytest.importorskip("lightning", reason="needs the extra lightning: make test-frameworks")
-    for data, *ranks in zip(BOTH, *ending.run(in_lightning, ranks=RANKS), strict=True):
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_lightning(ending: Ending, package: str) -> None:
+    pytest.importorskip(package.partition(".")[0], reason="needs the extra lightning: make test-frameworks")
+    for data, *ranks in zip(BOTH, *ending.run(in_lightning, package, ranks=RANKS), strict=True):
         expected = alone(ranks)
         counts = [sum(map(len, step)) for step in steps_of(ranks)]
         mean = sum(loss * count for loss, count in zip(expected.logged, counts, strict=True)) / sum(counts)
@@ -299,9 +304,7 @@ def in_transformers(rank: int) -> list[Trained]:
             how |= {"per_device_train_batch_size": SIZE, "num_train_epochs": 1, "logging_steps": 1}
             how |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
             how |= {"dataloader_pin_memory": False, "optim": "adamw_torch"}
-            if data.kind == "map":
-                how["train_sampling_strategy"] = "sequential"
-            else:
+            if data.kind == "stream":
                 how["max_steps"] = -(-max(len(data.share(each)) for each in range(RANKS)) // SIZE)
             model, named = Model(), Named(data.loader(rank).dataset)
             names: dict[str, Any] = {"arguments": TrainingArguments(folder, **how), "model": model}

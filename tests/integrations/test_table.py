@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from join.errors import advise
 from tests.integrations.table import COLUMNS, FOLDERS, ROWS
 
 HERE = Path(__file__).parent
+CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 CELLS = {f"{row.title}, {column}": (column, getattr(row, column)) for row in ROWS for column in COLUMNS}
 CODES = {code: text for text in texts() for code in text.codes}
 
@@ -37,6 +41,45 @@ def test_the_page_has_the_table() -> None:
     assert PAGE.read_text() == page(), "run python -m docs.patterns"
 
 
+def options_of(framework: str) -> set[str]:
+    """The names of all options of a framework's classes that its page goes through."""
+    if framework == "lightning":
+        library = import_module("lightning.pytorch")
+        parameters = [signature(each).parameters for each in (library.Trainer, library.strategies.DDPStrategy)]
+        return set().union(*parameters) - {"kwargs"}
+    if framework == "transformers":
+        classes = [import_module(framework).TrainingArguments]
+    else:
+        names = "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradientAccumulationPlugin"
+        classes = [getattr(import_module("accelerate.utils"), name) for name in names]
+    return {field.name for each in classes for field in fields(each) if field.init and not field.name.startswith("_")}
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])
+def test_each_option_of_a_framework_is_on_its_page(framework: str) -> None:
+    library = pytest.importorskip(framework, reason=f"needs the extra {framework}: make test-frameworks")
+    newest = re.search(rf"^{framework}==([\d.]+)", CONSTRAINTS.read_text(), re.MULTILINE)
+    if newest is None or library.__version__ != newest[1]:
+        pytest.skip(f"the page goes through the options of the version in {CONSTRAINTS.name}")
+    lines = (PAGE.parent / "frameworks" / f"{framework}.md").read_text().splitlines()
+    listed = set(re.findall(r"`(\w+)(?:=[^`]*)?`", "".join(line for line in lines if line.startswith("|"))))
+    assert options_of(framework) - listed == set()
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "transformers"])
+def test_each_option_that_is_refused_is_on_its_page(framework: str) -> None:
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
+    pytest.importorskip(framework, reason=f"needs the extra {framework}: make test-frameworks")
+    refused: dict[str, str] = import_module(f"joinables.integrations.{framework}").REFUSED
+    text = (PAGE.parent / "frameworks" / f"{framework}.md").read_text()
+    for option, effect in refused.items():
+        assert f"`With {option}, {effect}. Remove it from " in text
+
+
+def by_code(advice: dict[str, str]) -> dict[str, str]:
+    return {code: words for codes, words in advice.items() for code in codes.split()}
+
+
 UNREACHABLE = {
     "J075": "the loop and its loader belong to the integration, which does not ask for its state",
     "J115": "dummies are last batches, which are not empty",
@@ -58,7 +101,7 @@ def test_no_advice_is_a_loop_that_users_do_not_write(framework: str) -> None:
     """Each text that says what to pass to a loop is reworded for frameworks that have the loop, or is not met there."""
     package = "lightning.strategy" if framework == "lightning" else framework
     pytest.importorskip(framework, reason=f"needs the extra {framework}: make test-frameworks")
-    advice = pytest.importorskip(f"joinables.integrations.{package}").ADVICE
+    advice = by_code(pytest.importorskip(f"joinables.integrations.{package}").ADVICE)
     said = {code for code, text in CODES.items() if "join.iterate(" in text.words and "trainer" not in text.path.parts}
     assert said - set(advice) - set(UNREACHABLE) == set()
     for code, words in advice.items():
@@ -77,4 +120,4 @@ def test_every_advice_is_for_an_error_that_exists() -> None:
     pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
     from joinables.integrations.accelerate import ADVICE
 
-    assert ADVICE.keys() <= CODES.keys()
+    assert by_code(ADVICE).keys() <= CODES.keys()

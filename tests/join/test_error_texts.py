@@ -9,7 +9,7 @@ import pytest
 from join import JoinError, PeerError
 from join.errors import advise
 
-ADVICE = {"J012": "Turn left.", "J345": "Turn right."}
+ADVICE = {"J011 J012": "Turn left.", "J345": "Turn right."}
 
 
 @pytest.mark.parametrize(

@@ -134,15 +134,13 @@ class Watched:
         self._work, self._recorder = work, recorder
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("wait", "total", "rows") and self._recorder.log[-1:] != ["wait"]:
+        if name in ("wait", "total") and self._recorder.log[-1:] != ["wait"]:
             self._recorder.log.append("wait")
         return getattr(self._work, name)
 
 
 class WatchedLine(Line):
     """A line that notes what is started on it."""
-
-    depth = 2
 
     def __init__(self, line: Line, recorder: Recorder) -> None:
         self._line, self._recorder = line, recorder
@@ -203,12 +201,12 @@ def record(rank: int, setup: str, counts: list[int]) -> tuple[list[str], list[st
 @pytest.mark.parametrize(
     ("setup", "step"),
     [
-        # The header of one step is read once the next one is sent, when it is long done.
-        ("mlp", ["forward", "sum", "wait", "backward", "step"]),
-        ("norm", ["forward", "sum", "wait", "backward", "step"]),
+        # The header of one step is read before the next one is sent, when it is long done.
+        ("mlp", ["forward", "wait", "sum", "backward", "step"]),
+        ("norm", ["forward", "wait", "sum", "backward", "step"]),
         # The number of contributors is read at the end of the backward, behind the gradients.
         ("mlp, mean", ["forward", "backward", "sum", "wait", "step"]),
-        ("norm, mean", ["forward", "sum", "wait", "backward", "sum", "wait", "step"]),
+        ("norm, mean", ["forward", "wait", "sum", "backward", "sum", "wait", "step"]),
     ],
 )
 def test_no_header_is_awaited_before_its_burst(pool: Pool, setup: str, step: list[str]) -> None:
@@ -217,8 +215,8 @@ def test_no_header_is_awaited_before_its_burst(pool: Pool, setup: str, step: lis
 
 
 def test_even_inputs_exit_with_a_broadcast_of_buffers_alone(pool: Pool) -> None:
-    # the header that shows nobody is active, and the last step's before; what is compared, with the report; all buffers
-    header, compared, buffers = ["sum", "wait"], ["gather", "wait"], ["broadcast"]
+    # the last step's header; the one that shows nobody is active; what is compared, with the report; all buffers
+    header, compared, buffers = ["wait", "sum", "wait"], ["gather", "wait"], ["broadcast"]
     for _, on_exit in pool.run(record, "mlp", [3, 3], ranks=2, over_group=True):
         assert on_exit == header + compared
     for _, on_exit in pool.run(record, "norm", [3, 3], ranks=2, over_group=True):

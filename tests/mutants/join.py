@@ -26,14 +26,14 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "                guard.peers.look_again()",
+        "                guard.look_again()",
         "                pass",
         "tests/join/test_open.py::test_a_process_that_ends_with_its_block_open[exits]",
     ),
     Mutant(
         "join/block.py",
-        "guard.peers.post(error or never_left)",
-        "guard.peers.post(never_left)",
+        "guard.post(error or never_left)",
+        "guard.post(never_left)",
         "tests/join/test_open.py::test_a_process_that_ends_with_its_block_open[raises]",
     ),
     Mutant(
@@ -128,8 +128,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "            if rounds.begun == rounds.steps:\n                if step.number:\n                    if not",
-        "            if False:\n                if step.number:\n                    if not",
+        '            if self._has_step(f"left join.iterate in step {step.number}"):',
+        "            if True:",
         "tests/join/loop/test_loop.py::test_the_last_step_may_be_left_by_a_break",
     ),
     Mutant(
@@ -231,9 +231,9 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            self._places[scopes[-1]] = place\n",
-        "            pass\n",
-        "tests/join/protocol/test_nested.py::test_a_loop_that_began_in_an_inner_block_goes_on_after_it",
+        "        if not self.place.step.in_loop:\n            self.place = Place(",
+        "        if True:\n            self.place = Place(",
+        "tests/join/protocol/test_nested.py::test_an_uneven_block_in_the_body_of_a_loop",
     ),
     Mutant(
         "join/protocol/channel.py",
@@ -243,15 +243,9 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "        elif place.loop is not self or not place.is_in_loop:",
+        "        elif place.loop is not self or place.phase not in IN_LOOP:",
         "        elif place.loop is not self:",
         "tests/join/loop/test_state.py::test_an_iterator_that_is_kept_yields_nothing_after_its_block",
-    ),
-    Mutant(
-        "join/protocol/channel.py",
-        "self.place = self._places[scopes[-1]] if scopes",
-        "self.place = self.place if scopes",
-        "tests/join/protocol/test_nested.py::test_a_rank_that_has_left_an_inner_block_has_data",
     ),
     Mutant(
         "join/protocol/channel.py",
@@ -297,15 +291,9 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            headers.read()\n        if headers.depth > 1:\n            headers.apply_before(index)",
-        "            pass\n        if headers.depth > 1:\n            headers.apply_before(index)",
-        "tests/join/test_context.py::test_timeout_names_who_is_missing",
-    ),
-    Mutant(
-        "join/protocol/channel.py",
-        "            headers.apply_before(index)\n        return work",
+        "            headers.read()\n        return work",
         "            pass\n        return work",
-        "tests/join/protocol/test_random.py::test_programs_end_as_they_should",
+        "tests/join/test_context.py::test_timeout_names_who_is_missing",
     ),
     Mutant(
         "join/protocol/channel.py",
@@ -333,13 +321,13 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            peers.look()\n",
+        "            guard.look()\n",
         "",
         "tests/join/loop/test_loop.py::test_leaving_together_and_late",
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            peers.look_for_silent(others)\n",
+        "            guard.look_for_silent(others)\n",
         "",
         "tests/join/failure/test_stopped.py::test_a_stopped_rank_is_named",
     ),
@@ -382,13 +370,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "self.backwards if is_early else ()",
-        "()",
-        "tests/joinables/ddp/test_buffers.py::test_statistics_of_plain_steps_follow_the_lowest_rank_with_data",
-    ),
-    Mutant(
-        "join/protocol/headers.py",
-        "before.header.active > header.active",
+        "sent.before.active > header.active",
         "False",
         "tests/joinables/test_zero.py::test_a_rank_that_leaves_before_a_step_that_others_make_at_another_rate",
     ),
@@ -406,7 +388,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "        if header.stopping:\n",
+        "        if self.roster.throws and header.active < self._world_size:\n",
         "        if False:\n",
         "tests/join/test_context.py::test_throw_on_early_termination",
     ),
@@ -570,7 +552,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "            peers.post(error)\n\n    def _fail",
+        "            guard.post(error)\n\n    def _fail",
         "            pass\n\n    def _fail",
         "tests/join/failure/test_training.py::test_a_rank_that_fails_amid_entering",
     ),
@@ -601,8 +583,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/context.py",
-        "factor_in_loop(step, engine * self._divisor)",
-        "factor_in_loop(step, engine)",
+        "factor_in_loop(step, divided_over * self._divisor)",
+        "factor_in_loop(step, divided_over)",
         "tests/join/loop/test_steps.py::test_the_share_of_a_batch_in_its_window",
     ),
     Mutant(
@@ -817,7 +799,7 @@ MUTANTS = [
     # -- failures ------------------------------------------------------------------------------------------------------
     Mutant(
         "join/failure/guard.py",
-        ">= self.timeout / 2:\n                self.peers.look_again()\n",
+        ">= self.timeout / 2:\n                self.look_again()\n",
         ">= self.timeout / 2:\n                pass\n",
         "tests/join/test_context.py::test_a_late_rank_learns_that_it_was_given_up",
     ),
@@ -859,8 +841,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/guard.py",
-        "            self.peers.look()\n            self._look_for_skipped()\n",
-        "            self.peers.look()\n",
+        "            self.look()\n            self._look_for_skipped()\n",
+        "            self.look()\n",
         "tests/join/loop/test_loop.py::test_a_rank_that_leaves_something_out_and_goes_on",
     ),
     Mutant(
@@ -1148,9 +1130,9 @@ MUTANTS = [
         "tests/join/failure/test_peers.py::test_the_best_cause_is_told",
     ),
     Mutant(
-        "join/options.py",
-        "if isinstance(number, bool) or not isinstance(number, int):",
-        "if not isinstance(number, int):",
+        "join/arguments.py",
+        "if isinstance(number, bool) or not isinstance(number, Integral if is_whole else Real):",
+        "if not isinstance(number, Integral if is_whole else Real):",
         "tests/join/loop/test_loop.py::test_bad_arguments",
     ),
     Mutant(
@@ -1167,7 +1149,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "return self.leader if self.is_foreseen(self.roster.index[id(burst)]) else self.find_leader()",
+        "return self.leader if self.is_foreseen(self.roster.index[id(burst)], self.last) else self.find_leader()",
         "return self.leader",
         "tests/joinables/test_zero.py::test_a_rank_that_leaves_before_a_step",
     ),
@@ -1197,8 +1179,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "        if header.stopping:\n            self._guard.raise_early_termination(exhausted=False)\n",
-        "",
+        "channel.roster.throws and header.active < collective.world_size",
+        "False",
         "tests/worlds/test_small_worlds.py::test_programs_end_as_before",
     ),
     Mutant(

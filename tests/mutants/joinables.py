@@ -775,14 +775,14 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        " if not isinstance(m.joinable, DDPBurst)]",
+        " and not isinstance(each, DDPBurst)]",
         "]",
         "tests/joinables/ddp/test_shadowed_backwards.py::test_nothing_is_called_for_each_parameter",
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "[m for m in self._channel.roster.listed if",
-        "[m for m in self._means.scope.members if",
+        "listed = [member.joinable for member in self._channel.roster.listed]\n            readers",
+        "listed = [member.joinable for member in self._means.scope.members]\n            readers",
         "tests/joinables/ddp/test_shadowed_backwards.py::test_an_optimizer_of_another_block_steps_on_the_gradients",
     ),
     Mutant(

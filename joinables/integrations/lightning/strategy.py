@@ -27,7 +27,7 @@ from join.collectives import collective_of
 from join.errors import advise
 from join.joinable import NothingListed
 from join.mean import mean_over_ranks
-from joinables.integrations import SCALED, warn_if_alone
+from joinables.integrations import warn_if_alone
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.loaders import Fetcher, InjectedRank, Loader, share_length, trim
 from joinables.integrations.lightning.logged import LoggedValues, metrics_of
@@ -40,25 +40,23 @@ SKIPPED = "Skipping the `training_step` by returning None"
 """Beginning of an error of Lightning's own, whose advice does not say what to do."""
 STOP = "To stop, set trainer.should_stop or return -1 on all ranks in the same step: strategy.reduce_boolean_decision."
 UNUSED = "Pass Trainer(strategy='join_find_unused_parameters_true')."
-TENSORS = "Yield tensors in lists, tuples, dicts or dataclasses from the loader."
-ADVICE = dict.fromkeys(SCALED, "Call self.manual_backward(loss) for every loss.") | {
-    "J067": TENSORS,
+ADVICE = {
+    "J067 J555": "Yield tensors in lists, tuples, dicts or dataclasses from the loader.",
     "J089": "Call the module only in the thread that called fit, and only in its steps.",
-    "J092": STOP,
+    "J092 J810": STOP,
     "J093": f"{STOP} {SKIP}",
     "J104": "Pass Trainer(sync_batchnorm=False).",
     "J113": SKIP,
     "J291": "JoinStrategy wraps the whole LightningModule. Do not wrap its parts.",
     "J441": "Change parameters and learning rates alike on all ranks. Let schedulers monitor means over ranks.",
+    "J460 J461 J526": "Call self.manual_backward(loss) for every loss.",
     "J471": "Remove no_sync from the LightningModule, whose steps all reduce gradients.",
     "J473": UNUSED,
     "J536": "Remove it from the arguments of JoinStrategy, and step optimizers after the backward.",
-    "J555": TENSORS,
     "J560": f"Let all parameters require grad when fit begins, and freeze them in on_train_start. {UNUSED}",
-    "J810": STOP,
     "J822": "Let the loader yield copies of its batches.",
 }
-"""For codes of errors whose advice Lightning's users cannot follow: the advice that replaces it."""
+"""By the codes of errors whose advice Lightning's users cannot follow: the advice that replaces it."""
 
 
 class JoinStrategy(DDPStrategy):
@@ -190,9 +188,7 @@ class JoinStrategy(DDPStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         pass  # DDP sees a forward of the gate before each backward
 
-    @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        pass
+    post_backward = pre_backward
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -241,6 +237,13 @@ class JoinStrategy(DDPStrategy):
 
 class FirstCallback(Callback):
     """First callback of a trainer, so that the others see synchronised state, or the error of all ranks."""
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.enable_validation and trainer.val_check_batch is None:
+            raise ValueError(
+                "With a time as val_check_interval, each rank has a clock of its own. Pass a number of batches. [J886]"
+            )
 
     @override
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:

@@ -304,7 +304,7 @@ def test_what_is_refused(pool: Pool) -> None:
         "TypeError: accelerator is of type MLP. Pass an accelerate.Accelerator",
         "ValueError: The module is wrapped in DistributedDataParallel twice",
         r"ValueError: Join\(\[MLP\]\) lists no object that communicates",
-        "ValueError: sync_each_batch=True reduces each micro-batch",
+        "ValueError: With sync_each_batch=True, each micro-batch is reduced",
         "ValueError: FSDP1 cannot join",
     ]
     for told in pool.run(refused, ranks=RANKS):

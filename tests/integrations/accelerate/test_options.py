@@ -62,7 +62,7 @@ def refuse(rank: int) -> None:
         plugin = imported("accelerate.utils").GradientAccumulationPlugin(2, sync_with_dataloader=False)
         accelerate = accelerator(gradient_accumulation_plugin=plugin)
         model = accelerate.prepare(build("mlp"))
-        with pytest.raises(ValueError, match=r"sync_with_dataloader=False, .* \[J831\]"):
+        with pytest.raises(ValueError, match=r"sync_with_dataloader=False, .* \[J121\]"):
             join_uneven_inputs(accelerate, [model])
 
 

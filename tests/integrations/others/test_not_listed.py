@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import operator
 import os
 import warnings
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from join import Join
 from tests.ending import Ending
@@ -57,6 +58,19 @@ def example(name: str, names: dict[str, Any]) -> Any:
     return names[name]
 
 
+class Batches(Dataset[Any]):
+    """Map-style, since a runner asks its loader for a sampler."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = [{"inputs": each} for each in batches]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index]
+
+
 class Stream(IterableDataset[Any]):
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -91,7 +105,7 @@ def run(rank: int, folder: str) -> dict[str, torch.Tensor]:
         env_cfg={"mp_cfg": {"mp_start_method": method}},
         model=base.MMDistributedDataParallel(module=Model()),
         work_dir=folder,
-        train_dataloader=DataLoader(Stream([{"inputs": each} for each in data(rank)]), batch_size=None),
+        train_dataloader=DataLoader(Batches(data(rank)), collate_fn=operator.itemgetter(0)),
         train_cfg={"by_epoch": True, "max_epochs": EPOCHS},
         optim_wrapper={"type": "OptimWrapper", "optimizer": {"type": "SGD", "lr": 0.1}},
         custom_hooks=[hook()],
@@ -120,7 +134,7 @@ def brain(rank: int) -> dict[str, torch.Tensor]:
             return loss_of(predictions)
 
     kind = example("JoinBrain", {"Brain": Own, "Stage": core.Stage, "Join": Join})
-    options = {"device": "cpu", "distributed_launch": False, "noprogressbar": True, "max_grad_norm": 0.0}
+    options = {"device": "cpu", "distributed_launch": False, "noprogressbar": True, "max_grad_norm": 1e9}
     trained = kind({"net": net()}, lambda parameters: torch.optim.SGD(parameters, 0.1), run_opts=options)
     trained.modules["net"] = DistributedDataParallel(trained.modules["net"])  # as its launch with several GPUs does
     trained.fit(range(EPOCHS), DataLoader(Stream(data(rank)), batch_size=None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,13 +18,20 @@ pytest.importorskip("sentence_transformers", reason="It is not installed: pip in
 COUNTS, ROWS, WORDS = (3, 1), 2, 20
 
 
+def part(name: str) -> Any:
+    """A module of theirs, which is in another place before sentence-transformers 6."""
+    new = find_spec("sentence_transformers.sentence_transformer") is not None
+    old_name = {"modules": "models"}.get(name, name)
+    return imported(f"sentence_transformers.{f'sentence_transformer.{name}' if new else old_name}")
+
+
 def model_of() -> Any:
     library, tokenizers = imported("sentence_transformers"), imported("tokenizers")
     torch.manual_seed(0)
     words = {"<unk>": 0} | {f"w{number}": number for number in range(1, WORDS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    static = imported("sentence_transformers.sentence_transformer.modules").StaticEmbedding(tokenizer, embedding_dim=6)
+    static = part("modules").StaticEmbedding(tokenizer, embedding_dim=6)
     return library.SentenceTransformer(modules=[static], device="cpu")
 
 
@@ -63,7 +71,7 @@ def train(rank: int) -> dict[str, torch.Tensor]:
         own = [row for step in range(COUNTS[rank]) for row in samples(rank, step)]
         kinds = {"one": data.Value("string"), "other": data.Value("string"), "score": data.Value("float32")}
         stream = data.IterableDataset.from_generator(lambda: iter(own), data.Features(kinds))
-        loss = imported("sentence_transformers.sentence_transformer.losses").CosineSimilarityLoss(model)
+        loss = part("losses").CosineSimilarityLoss(model)
         kind(model, args=arguments, train_dataset=stream, loss=loss).train()
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
@@ -71,10 +79,11 @@ def train(rank: int) -> dict[str, torch.Tensor]:
 def test_it_trains_exactly(pool: Pool) -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loss = imported("sentence_transformers.sentence_transformer.losses").CosineSimilarityLoss(model)
+    loss = part("losses").CosineSimilarityLoss(model)
+    features_of = model.preprocess if hasattr(model, "preprocess") else model.tokenize
     for step in range(max(COUNTS)):
         rows = [row for rank in range(2) if step < COUNTS[rank] for row in samples(rank, step)]
-        features = [model.preprocess([row[name] for row in rows]) for name in ("one", "other")]
+        features = [features_of([row[name] for row in rows]) for name in ("one", "other")]
         optimizer.zero_grad()
         loss(features, torch.tensor([row["score"] for row in rows])).backward()
         optimizer.step()

@@ -5,6 +5,7 @@ Each worker leaves in that folder what it ends with, by the data that it is trai
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ TRAINED = BOTH[0], BOTH[-1]
 """An uneven data set, and streams of which one is empty; each takes Ray some ten seconds."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loader:
     """The batches of the worker that iterates over them; of a map-style data set, as Ray prepares a loader."""
 
@@ -42,42 +43,43 @@ class Loader:
         return iter(loader)
 
 
-def train_and_save(train: Callable[[Any], None], net: Net, path: str, config: Any) -> None:
+def train_and_save(train: Callable[[Any], None], names: dict[str, Any], path: str, config: Any) -> None:
+    """Train on each data from the start, with the objects that the example names."""
     torch.set_num_threads(1)
-    train(config)
-    torch.save({"state": net.state_dict(), "seen": net.seen, "logged": []}, f"{path}-{dist.get_rank()}")
-
-
-def run(folder: Path, number: int, data: Data) -> None:
-    """Run the example in Ray."""
-    trains, theirs = imported("ray.train"), imported("ray.train.torch")
-    net = Net()
-
-    def trainer(train: Callable[[Any], None], **options: Any) -> Any:
-        return theirs.TorchTrainer(
-            partial(train_and_save, train, net, str(folder / str(number))),
-            torch_config=theirs.TorchConfig(backend="gloo"),
-            run_config=trains.RunConfig(storage_path=str(folder / "results")),
-            **options,
-        )
-
-    names: dict[str, Any] = {"net": net, "optimizer": adam(net), "loader": Loader(data), "loss_fn": mse_loss}
-    names |= {"TorchTrainer": trainer, "ScalingConfig": trains.ScalingConfig}
-    [example] = examples_of("frameworks/ray.md")
-    assert example.name == "Uneven data under Ray Train"
-    exec(example.code, names | {"DistributedDataParallel": DistributedDataParallel})
+    net, optimizer, loader = names["net"], names["optimizer"], names["loader"]
+    start = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+    for number, loader.data in enumerate(TRAINED):
+        for each, state in zip((net, optimizer), start, strict=True):
+            each.load_state_dict(state)
+        train(config)
+        torch.save({"state": net.state_dict(), "seen": net.seen, "logged": []}, f"{path}/{number}-{dist.get_rank()}")
+        net.seen.clear()
 
 
 def main(folder: Path) -> None:
-    ray = imported("ray")
+    """Run the example in Ray, once for all data: each start of workers takes Ray some 20 s of processor time."""
+    ray, trains, theirs = imported("ray"), imported("ray.train"), imported("ray.train.torch")
     ray.init(
         num_cpus=RANKS + 1,
         include_dashboard=False,
         object_store_memory=80 * 2**20,  # bytes; the least that it takes
         _temp_dir=str(folder),
     )
-    for number, data in enumerate(TRAINED):
-        run(folder, number, data)
+    net = Net()
+    names: dict[str, Any] = {"net": net, "optimizer": adam(net), "loader": Loader(TRAINED[0]), "loss_fn": mse_loss}
+
+    def trainer(train: Callable[[Any], None], **options: Any) -> Any:
+        return theirs.TorchTrainer(
+            partial(train_and_save, train, names, str(folder)),
+            torch_config=theirs.TorchConfig(backend="gloo"),
+            run_config=trains.RunConfig(storage_path=str(folder / "results")),
+            **options,
+        )
+
+    made = {"TorchTrainer": trainer, "ScalingConfig": trains.ScalingConfig}
+    [example] = examples_of("frameworks/ray.md")
+    assert example.name == "Uneven data under Ray Train"
+    exec(example.code, {**names, **made, "DistributedDataParallel": DistributedDataParallel})
     ray.shutdown()
 
 

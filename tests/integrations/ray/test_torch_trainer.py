@@ -25,7 +25,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'joinables[
 
 ROOT = Path(__file__).parents[3]
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)
-LIMIT = 300  # seconds; Ray needs some 15 to start
+LIMIT = 600  # seconds; Ray starts some 20 processes, and each needs up to 5 s of processor time
 
 
 def processes_of(folder: Path) -> set[int]:
@@ -54,6 +54,7 @@ def folder(short_path: Path) -> Iterator[Path]:
 def run(folder: Path, *args: str) -> str:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     told = {"PYTHONPATH": path, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    told |= {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(LIMIT)}
     done = subprocess.run(
         [sys.executable, *args], capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, env={**os.environ, **told}
     )

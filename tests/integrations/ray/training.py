@@ -2,14 +2,14 @@
 
     python -m tests.integrations.ray.training FOLDER
 
-Each worker leaves in that folder what it ends with, by case. Ray has them train once more, and one of them is killed.
+Each worker leaves in that folder what it ends with, by case. Under Ray they also train until one of them is killed,
+twice, and go on where it was. All of this is one call of ``fit``, since each takes Ray some 20 s of processor time.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -42,36 +42,37 @@ def train(config: dict[str, str]) -> None:
     dist.barrier()
 
 
-def train_until_killed(config: dict[str, str]) -> None:
-    WORK[config["work"]](Path(config["folder"]), (Kill(3, 1, is_over=True),))
+def train_and_be_killed(config: dict[str, str]) -> None:
+    """Run each work until it is done, in as many attempts as it takes. The last work destroys the process group."""
+    folder, rank = Path(config["folder"]), dist.get_rank()
+    is_done = (folder / f"worker-{rank}").exists()
+    for work in reversed(WORK):
+        if not (folder / work / f"end-{rank}").exists():
+            (folder / work).mkdir(exist_ok=True)
+            WORK[work](folder / work, (Kill(3, 1, is_over=True),))
+        if not is_done:
+            train(config)
+            is_done = True
 
 
 def with_ray(folder: str) -> None:
-    ray = imported("ray")
+    ray, theirs, trainer = imported("ray"), imported("ray.train"), imported("ray.train.torch")
     ray.init(
         num_cpus=WORKERS + 1,
         include_dashboard=False,
         object_store_memory=80 * 2**20,  # bytes; the least that it takes
         _temp_dir=folder,
     )
-    fit(train, folder=folder)
-    for work in WORK:
-        (Path(folder) / work).mkdir()
-        fit(train_until_killed, 1, folder=f"{folder}/{work}", work=work)
-    ray.shutdown()
-
-
-def fit(function: Callable[[dict[str, str]], None], restarts: int = 0, **told: str) -> None:
-    theirs, trainer = imported("ray.train"), imported("ray.train.torch")
     trainer.TorchTrainer(
-        function,
-        train_loop_config=told,
+        train_and_be_killed,
+        train_loop_config={"folder": folder},
         torch_config=trainer.TorchConfig(backend="gloo"),
         scaling_config=theirs.ScalingConfig(num_workers=WORKERS),
         run_config=theirs.RunConfig(
-            storage_path=f"{told['folder']}/results", failure_config=theirs.FailureConfig(max_failures=restarts)
+            storage_path=f"{folder}/results", failure_config=theirs.FailureConfig(max_failures=len(WORK))
         ),
     ).fit()
+    ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from tests.integrations.transformers.lm import (
     regression,
     sentences,
 )
-from tests.integrations.transformers.training import STEPS, TO_EVALUATE, logged, parameters, trainer_of
-from tests.integrations.transformers.versions import PRECISION
+from tests.integrations.transformers.training import STEPS, TO_EVALUATE, logged, number_of_rows, parameters, trainer_of
+from tests.integrations.transformers.versions import ITS_LOOP_IS_ONE_METHOD, PRECISION
 from tests.training import assert_same
 
 pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
@@ -66,21 +66,31 @@ def train(rank: int, kind: str, accumulate: int, steps: int, fsdp: bool) -> tupl
         return parameters(trainer), logged(trainer, "loss"), trainer.state.global_step
 
 
-def evaluate(rank: int) -> tuple[Any, ...]:
+def evaluate(rank: int, options: dict[str, Any]) -> tuple[Any, ...]:
     with launched(), tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(rank, "tokens", folder, max_steps=4, eval_strategy="steps", eval_steps=1)
+        trainer = trainer_of(rank, "tokens", folder, max_steps=4, eval_strategy="steps", eval_steps=1, **options)
         before = trainer.evaluate()
         trainer.train()
         predicted = trainer.predict(trainer.eval_dataset)
-        return before["eval_loss"], logged(trainer, "eval_loss"), before["eval_rows"], len(predicted.predictions)
+        rows = number_of_rows(predicted)["rows"]
+        return before["eval_loss"], logged(trainer, "eval_loss"), before["eval_rows"], rows
 
 
-def test_evaluation_on_uneven_streams(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"eval_use_gather_object": True, "eval_do_concat_batches": False},
+        {"eval_use_gather_object": True, "eval_accumulation_steps": 2},
+    ],
+    ids=["", "objects by step", "objects"],
+)
+def test_evaluation_on_uneven_streams(pool: Pool, options: dict[str, Any]) -> None:
     batches = [collated(sentences(0, 0, step)) for step in range(TO_EVALUATE[0][0])]
     _, _, expected = alone(llama(), sentences, 1, 4, evaluated=batches)
     with torch.no_grad():
         first = sum(evaluation_loss(llama().eval(), batch) for batch in batches) / len(batches)
-    for before, during, rows, predicted in pool.run(evaluate, ranks=RANKS, timeout=40):
+    for before, during, rows, predicted in pool.run(evaluate, options, ranks=RANKS, timeout=40):
         assert before == pytest.approx(first, abs=1e-5)
         assert during[-4:] == pytest.approx(expected, abs=1e-5)
         assert rows == predicted == ROWS * len(batches)
@@ -140,7 +150,14 @@ def test_a_training_that_stops_in_the_middle_of_a_window(pool: Pool) -> None:
 def resume(rank: int, folder: str, at: int) -> tuple[Any, ...]:
     with launched():
         trainer = trainer_of(rank, "tokens", folder, gradient_accumulation_steps=2, max_steps=6)
-        trainer.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{at}"))
+        checkpoint = str(Path(folder) / f"checkpoint-{at}")
+        if ITS_LOOP_IS_ONE_METHOD:
+            with pytest.raises(
+                ValueError, match=r"not find the epoch of a stream.* transformers 5\.3 or newer\. \[J763\]"
+            ):
+                trainer.train(resume_from_checkpoint=checkpoint)
+            return ()
+        trainer.train(resume_from_checkpoint=checkpoint)
         return parameters(trainer), logged(trainer, "loss")
 
 
@@ -148,9 +165,10 @@ def resume(rank: int, folder: str, at: int) -> tuple[Any, ...]:
 def test_resuming_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, at: int) -> None:
     expected, losses, _ = alone(llama(), sentences, 2, 6)
     pool.run(train_and_stop, str(tmp_path), at, ranks=RANKS, timeout=40)
-    for state, told in pool.run(resume, str(tmp_path), at, ranks=RANKS, timeout=40):
-        assert_same(state, expected, 1e-5)
-        assert told == pytest.approx(losses, abs=PRECISION)
+    for found in pool.run(resume, str(tmp_path), at, ranks=RANKS, timeout=40):
+        if found:
+            assert_same(found[0], expected, 1e-5)
+            assert found[1] == pytest.approx(losses, abs=PRECISION)
 
 
 def failing(rank: int) -> str:

@@ -58,7 +58,8 @@ def trainer_of(
 
 
 def number_of_rows(prediction: Any) -> dict[str, float]:
-    return {"rows": float(len(prediction.predictions)), "labels": float(len(prediction.label_ids))}
+    found = {"rows": prediction.predictions, "labels": prediction.label_ids}
+    return {name: float(sum(map(len, each)) if isinstance(each, list) else len(each)) for name, each in found.items()}
 
 
 def logged(trainer: Any, name: str) -> list[float]:

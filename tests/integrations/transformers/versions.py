@@ -24,5 +24,5 @@ FIRST_TOKEN = 1 if _shifts else 0
 """The first token of a row that a Trainer counts: Transformers 5.16 leaves out the one that has no loss."""
 PRECISION = 6e-5 if _version.startswith("4.") else 1e-5
 """The precision of the losses that a Trainer logs: Transformers 4.57 rounds them to four digits."""
-COUNTS_TOKENS_IN_ITS_LOOP = not hasattr(_trainer, "_run_epoch")
-"""Whether a Trainer counts tokens where a subclass cannot keep dummies from it, as before Transformers 5.3."""
+ITS_LOOP_IS_ONE_METHOD = not hasattr(_trainer, "_run_epoch")
+"""Whether a Trainer has one method for its loop, as before Transformers 5.3; the tokens of dummies count in it."""

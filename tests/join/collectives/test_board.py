@@ -14,7 +14,7 @@ import torch.distributed as dist
 from join.collectives import Collective, SingleCollective, collective_of, run_threads, shared_memory
 from join.collectives.board import Board, Note, Progress, StoreBoard
 from join.collectives.shared_memory import Segment, SharedBoard
-from join.failure.guard import Peers
+from join.failure.guard import Guard
 from join.failure.watch import Watch
 from tests.harness import Pool, assert_soon, in_quiet
 from tests.join.counter import Counting
@@ -202,13 +202,13 @@ def no_thread_stays() -> Iterator[None]:
 def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
     with using(note=0.3, cause=0.3):
         started = time.monotonic()
-        peers = Peers(Unreachable(), Progress)
-        peers.post(ValueError("mine"))
-        peers.look_again()
-        assert peers.ask(limit=0.3) == {}
-        error = peers.cause_of(dist.DistBackendError("broken"))
+        guard = Guard(Unreachable(), Progress)
+        guard.post(ValueError("mine"))
+        guard.look_again()
+        assert guard.ask(limit=0.3) == {}
+        error = guard.cause_of(dist.DistBackendError("broken"))
         assert str(error).startswith("another rank is gone, together with the store of the process group")
-        peers.watch.end()
+        guard.watch.end()
         assert_soon(time.monotonic() - started, 5)
 
 

@@ -131,7 +131,7 @@ def bytes_are_gathered(collective: Collective, line: Line) -> None:
         work = line.gather(rows[rank])
         work.wait()
         assert work.is_completed()
-        assert work.rows() == rows
+        assert work.total() == rows
         total = line.sum(1, 9)
         total.wait()
         assert total.total() == size
@@ -213,7 +213,7 @@ def sends_all_kinds(rank: int) -> None:
         line = collective.line()
         assert done(line.sum(1, 5)).total() == 3
         assert done(line.sum_float(0.1 * rank)).total() == pytest.approx(0.3)
-        assert done(line.gather(b"%d" % rank)).rows() == [b"0", b"1", b"2"]
+        assert done(line.gather(b"%d" % rank)).total() == [b"0", b"1", b"2"]
 
 
 @pytest.mark.parametrize("over_group", [False, True])
@@ -400,7 +400,7 @@ def counts_begin_anew(rank: int) -> None:
     collective.barrier()
     for call in range(8):
         expected = [b"4", b"5" if call > 2 else b"4"]
-        assert done(line.gather(expected[rank])).rows() == expected
+        assert done(line.gather(expected[rank])).total() == expected
 
 
 def test_counts_that_begin_anew(pool: Pool) -> None:

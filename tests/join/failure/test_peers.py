@@ -13,16 +13,16 @@ from join.collectives.board import Note, Progress
 from join.collectives.broken import BrokenCollective
 from join.errors import JoinError
 from join.failure import guard
-from join.failure.guard import Peers
+from join.failure.guard import Guard
 from join.failure.watch import News
 from tests.shorter import using
 
 OWN, LATE = Note(1, 1, "ValueError", "rank 1 failed: mine"), Note(2, 2, "JoinTimeoutError", "rank 2 waited")
 
 
-def knowing(news: News, aborted_for: News | None = None, *, is_lost: bool = False) -> Peers:
+def knowing(news: News, aborted_for: News | None = None, *, is_lost: bool = False) -> Guard:
     """Those of rank 0 of three, whose watch has read this."""
-    found = run_threads(3, lambda collective: Peers(collective, Progress))[0]
+    found = run_threads(3, lambda collective: Guard(collective, Progress))[0]
     watched: Any = SimpleNamespace(news=news, aborted_for=aborted_for, is_lost=is_lost)
     found.watch = SimpleNamespace(block=watched, post=lambda *_: None)  # pyright: ignore[reportAttributeAccessIssue]
     return found

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from join import PeerError
 from join.collectives import SingleCollective
 from join.collectives.board import Board, Note, Progress, StoreBoard
-from join.failure.guard import Peers
+from join.failure.guard import Guard
 from join.failure.watch import Watch
 from tests.shorter import using
 
@@ -306,11 +306,11 @@ class OfThree(SingleCollective):
 
 def found(store: dist.TCPStore) -> PeerError:
     """The failure that rank 0 finds."""
-    peers = Peers(OfThree(store), Progress)
-    peers.begin()
+    guard = Guard(OfThree(store), Progress)
+    guard.watch.begin(Progress)
     with pytest.raises(PeerError) as caught:
-        peers.look_again()
-    peers.watch.end()
+        guard.look_again()
+    guard.watch.end()
     return caught.value
 
 

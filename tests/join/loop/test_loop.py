@@ -798,10 +798,10 @@ def test_a_disabled_loop_keeps_its_length_and_the_attributes_of_its_loader() -> 
         ({"loader": 5}, "loader=5 cannot be iterated. Pass a DataLoader"),
         ({"until": "last"}, "until='last' is not a valid value. Pass 'all' to loop"),
         ({"dummy": "none"}, "dummy='none' is not a valid value. Pass 'empty', 'last', or a function"),
-        ({"lookahead": -1}, "lookahead=-1 is not possible"),
-        ({"lookahead": 1.5}, "lookahead=1.5 is not a whole number of steps"),
-        ({"lookahead": True}, "lookahead=True is not a whole number of steps"),
-        ({"window": True}, "window=True is not a whole number of steps"),
+        ({"lookahead": -1}, "lookahead=-1 is not a finite number of at least 0"),
+        ({"lookahead": 1.5}, "lookahead=1.5 is not a whole number"),
+        ({"lookahead": True}, "lookahead=True is not a whole number"),
+        ({"window": True}, "window=True is not a whole number"),
     ],
 )
 def test_bad_arguments(options: Any, text: str) -> None:

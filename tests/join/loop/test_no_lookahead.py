@@ -155,7 +155,9 @@ def test_what_has_to_know_more_is_an_error() -> None:
         for window in (2, "all"):
             with pytest.raises(ValueError, match=rf"window={window!r} was passed with lookahead=0.*\[J820\]"):
                 join.iterate([1], lookahead=0, window=window)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ValueError, match=r"lookahead=-1 is not possible\. Pass an integer of 0 or more"):
+        with pytest.raises(
+            ValueError, match=r"lookahead=-1 is not a finite number of at least 0\. Pass a number of steps"
+        ):
             join.iterate([1], lookahead=-1)
         for _ in join.iterate([1], lookahead=0):
             with pytest.raises(JoinError, match=r"J821"):

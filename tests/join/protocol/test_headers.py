@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from join.protocol.headers import ACTIVE, ELSEWHERE, FRESH, LEADER, STOPPING, Foresight, HeaderCode
+from join.protocol.headers import ACTIVE, ELSEWHERE, FRESH, LEADER, Foresight, HeaderCode
 
 
 @given(st.data())
@@ -17,15 +17,15 @@ def test_sums_of_any_contributions(data: st.DataObject) -> None:
     world_size = data.draw(st.sampled_from([1, 2, 4, 1024]) | st.integers(1, 2000))  # powers of 2 need one bit more
     flag_counts = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
     code = HeaderCode(flag_counts, world_size)
-    fields = 5 + sum(1 + count for count in flag_counts)
+    fields = 4 + sum(1 + count for count in flag_counts)
     sums = [data.draw(st.just(world_size) | st.integers(0, world_size)) for _ in range(fields)]
     sums[LEADER] = min(sums[LEADER], 1)
     total = sum(count * one for count, one in zip(sums, code.ones, strict=True))
     assert total < 1 << code.bits
     header = code.unpack(total)
     assert (header.elsewhere, header.active, header.fresh) == (sums[ELSEWHERE], sums[ACTIVE], sums[FRESH])
-    assert (header.leader_alive, header.stopping) == (sums[LEADER] > 0, sums[STOPPING] > 0)
-    start = 5
+    assert header.leader_alive is (sums[LEADER] > 0)
+    start = 4
     for index, count in enumerate(flag_counts):
         assert header.announcements.get(index, 0) == sums[start]
         assert list(header.counts[index]) == sums[start : start + 1 + count]
@@ -34,10 +34,10 @@ def test_sums_of_any_contributions(data: st.DataObject) -> None:
 
 
 def test_a_header_is_one_word_for_one_module_and_grows_with_the_logarithm_of_ranks() -> None:
-    ddp = [0, 0, 4]  # bucket rebuild, buffers, gradients
+    ddp = [0, 1, 3]  # bucket rebuild, buffers, gradients
     assert HeaderCode(ddp, 3).bits <= 32
-    assert HeaderCode(ddp, 31).bits <= 63
-    assert HeaderCode(ddp, 1023).bits == 111
+    assert HeaderCode(ddp, 63).bits <= 63
+    assert HeaderCode(ddp, 1023).bits == 101
 
 
 def test_several_fields() -> None:

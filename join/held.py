@@ -54,14 +54,15 @@ class Part(NamedTuple):
         name: The name of the object, for texts.
         values: The values by name. Tensors in them are copied in place.
         load: A function that takes new values by name; ``None`` if the values are only compared.
-        known: Tensors that each rank has for itself, such as parameters. A value refers to them by their numbers.
+        known: A function that returns tensors which are not part of the values, such as parameters. A value refers to
+            them by their numbers.
         is_required: Whether a difference after an even block is an error.
     """
 
     name: str
     values: Mapping[str, Any]
     load: Callable[[Mapping[str, Any]], object] | None
-    known: Sequence[torch.Tensor] = ()
+    known: Callable[[], Sequence[torch.Tensor]] = list
     is_required: bool = False
 
 
@@ -69,11 +70,6 @@ class Holder(NamedTuple):
     """Value that contains objects with values of their own, which are parts themselves."""
 
     value: Any
-
-
-def load_into(obj: Any, values: Mapping[str, Any]) -> None:
-    """Set attributes of an object, past a ``__setattr__`` of its own."""
-    vars(obj).update(values)
 
 
 # -- values as bytes ---------------------------------------------------------------------------------------------------
@@ -227,7 +223,7 @@ class Held:
         found: dict[_Key, Any] = {}
         for key, part, value in self._items():
             try:
-                found[key] = value if type(value) in PLAIN else _fingerprint(value, part.known)
+                found[key] = value if type(value) in PLAIN else _fingerprint(value, part.known())
             except Unfit as why:
                 self._leave_out(key, why)
         return found
@@ -292,7 +288,7 @@ class Held:
                 continue
             try:
                 value = value.value if isinstance(value, Holder) else value
-                own[key] = value if type(value) in PLAIN else pack(value, part.known, limit=LARGEST)
+                own[key] = value if type(value) in PLAIN else pack(value, part.known(), limit=LARGEST)
             except Unfit as why:
                 self._leave_out(key, why)
         inbox = yield {key: (self._before.get(key, ...), value) for key, value in own.items()}
@@ -303,7 +299,7 @@ class Held:
             return
         for part in self._parts():  # again, since an object may have been replaced meanwhile
             values = {
-                name: unpack(cast("Packed", value), part.known) if isinstance(value, tuple) else value
+                name: unpack(cast("Packed", value), part.known()) if isinstance(value, tuple) else value
                 for (of, name), value in filled.items()
                 if of == part.name and is_same(name, received[of, name][0], self._before.get((of, name), ...))
             }

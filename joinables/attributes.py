@@ -18,7 +18,8 @@ from typing import Any, cast
 
 import torch
 
-from join.held import CONTAINERS, LARGEST, PLAIN, Holder, Part, is_larger, load_into
+from join.collectives._torch_private import pytree
+from join.held import CONTAINERS, LARGEST, PLAIN, Holder, Part, is_larger
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes of every module, such as ``training``, which the loop sets."""
@@ -47,6 +48,7 @@ def parts_of_optimizer(optimizer: Any, name: str, parameters: list[torch.nn.Para
         parameters: Its parameters, which are no state of its own.
     """
     parts, objects, seen = list[Part](), deque([(name, optimizer)]), {id(optimizer)}
+    of_id = {id(parameter): parameter for parameter in parameters}
     while objects and len(parts) < _MOST_PARTS:
         name, obj = objects.popleft()
         values: dict[str, Any] = {}
@@ -54,14 +56,38 @@ def parts_of_optimizer(optimizer: Any, name: str, parameters: list[torch.nn.Para
             if type(value) in PLAIN:
                 values[key] = value
             elif key not in _of_optimizers() and not isinstance(value, _CODE):
+                if type(value) is dict and any(type(each) is int and each in of_id for each in value):
+                    held = cast("dict[Any, Any]", value)
+                    value = _ById(
+                        {of_id.get(each, each) if type(each) is int else each: state for each, state in held.items()}
+                    )
                 inside = list(_objects_in(value))
                 values[key] = Holder(value) if inside else value
                 for number, each in enumerate(inside):
                     if id(each) not in seen and not isinstance(each, torch.nn.Module):
                         seen.add(id(each))
                         objects.append((f"{name}.{key}" if each is value else f"{name}.{key}[{number}]", each))
-        parts.append(Part(name, values, partial(load_into, obj), parameters))
+        parts.append(Part(name, values, partial(_load, obj), partial(_known_of, optimizer, parameters)))
     return parts
+
+
+class _ById(dict[Any, Any]):
+    """Values by the ``id`` of a parameter, which is another one on each rank, so that the parameter is in its place."""
+
+
+def _load(obj: Any, values: Mapping[str, Any]) -> None:
+    """Set attributes of an object, past a ``__setattr__`` of its own."""
+    for name, value in values.items():
+        if isinstance(value, _ById):
+            value = {id(key) if isinstance(key, torch.Tensor) else key: each for key, each in value.items()}
+        vars(obj)[name] = value
+
+
+def _known_of(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Return the parameters and the tensors of their state, which attributes may contain, too."""
+    state = cast("Mapping[Any, Any]", getattr(optimizer, "state", {}))
+    leaves = pytree.tree_leaves([state[parameter] for parameter in parameters if parameter in state])
+    return [*parameters, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
 
 
 def _objects_in(value: Any) -> Iterator[Any]:
@@ -94,7 +120,7 @@ def parts_of_module(module: torch.nn.Module, name: str) -> Iterator[Part]:
         own = f"{name}.{path}" if path else name
         values = {key: value for key, value in vars(part).items() if type(value) in PLAIN and key not in _OF_MODULES}
         if values:
-            yield Part(own, values, partial(load_into, part))
+            yield Part(own, values, partial(_load, part))
         if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
             yield Part(own, {"extra state": part.get_extra_state()}, partial(_load_extra, part))
 

@@ -39,7 +39,7 @@ def train(rank: int, counts: tuple[int, ...], way: str, seeds: str, between: str
             draws()
         mine = [batch(rank, epoch, step) for step in range(counts[rank])]
         if between == "smaller" and rank == 1:
-            mine[-1] = tuple(each[:1] for each in mine[-1])
+            mine[-1] = mine[-1][0][:1], mine[-1][1][:1]
         with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
             for x, y in join.iterate(mine) if way == "iterate" else mine:
                 draws()

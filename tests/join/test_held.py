@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,19 +13,24 @@ import torch
 
 from join.collectives import ThreadCollective, run_threads
 from join.errors import ProtocolError
-from join.held import Held, Part, Unfit, load_into, pack, unpack
+from join.held import Held, Part, Unfit, pack, unpack
 from join.transfer import copy_state
 
 
 class Thing:
     """An object with attributes."""
 
+    n: Any
+    names: Any
+    momentum: Any
+    new: Any
+
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
 
 
 def held(thing: Thing, collective: ThreadCollective, own: tuple[str, ...] = ()) -> Held:
-    return Held(lambda: [Part("Thing", dict(vars(thing)), partial(load_into, thing))], own, collective)
+    return Held(lambda: [Part("Thing", dict(vars(thing)), vars(thing).update)], own, collective)
 
 
 def test_tensors_and_parameters_of_another_rank() -> None:

@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/attributes.py",
-        "            yield Part(own, values, partial(load_into, part))\n",
+        "            yield Part(own, values, partial(_load, part))\n",
         "            pass\n",
         "tests/joinables/test_held.py::test_counters_of_modules",
     ),

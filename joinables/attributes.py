@@ -56,8 +56,8 @@ def parts_of_optimizer(optimizer: Any, name: str, parameters: list[torch.nn.Para
             if type(value) in PLAIN:
                 values[key] = value
             elif key not in _of_optimizers() and not isinstance(value, _CODE):
-                if type(value) is dict and any(type(each) is int and each in of_id for each in value):
-                    held = cast("dict[Any, Any]", value)
+                held = cast("dict[Any, Any]", value if type(value) is dict else {})
+                if any(type(each) is int and each in of_id for each in held):
                     value = _ById(
                         {of_id.get(each, each) if type(each) is int else each: state for each, state in held.items()}
                     )

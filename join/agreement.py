@@ -13,7 +13,6 @@ from operator import itemgetter
 from typing import Any
 
 from join.errors import ProtocolError
-from join.joinable import Joinable
 
 Values = Sequence[tuple[str, Mapping[str, Any]]]
 """For each joinable, its name and its values by name."""
@@ -23,11 +22,6 @@ NORM = "squared norm of some rows of the parameters"
 
 _DIGEST_BITS = 56
 _LONGEST_LIST = 5  # differences in the text of an error
-
-
-def values_of(joinables: Sequence[Joinable]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the values of joinables that should be equal on all ranks."""
-    return [(joinable.join_name, joinable.equal_values()) for joinable in joinables]
 
 
 def digest_of(values: Values, parts: Sequence[str] = ()) -> int:
@@ -40,19 +34,19 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[: _DIGEST_BITS // 8], "big")
 
 
-def raise_difference(by_rank: Sequence[Values]) -> None:
+def raise_difference(ranks: Mapping[int, Values]) -> None:
     """Raise an error that names the values of all ranks that differ; return if none does.
 
     A value that some rank lacks does not count as a difference, such as the state of a parameter that only its owner
     steps. Neither does rounding.
 
     Args:
-        by_rank: The values of each rank.
+        ranks: The values of each rank.
 
     Raises:
         ProtocolError: If values differ.
     """
-    text = differences(dict(enumerate(by_rank)))
+    text = differences(ranks)
     if text:
         raise ProtocolError(
             f"Ranks hold different values, although the block keeps them equal: {text}. Step optimizers, schedulers and"
@@ -70,7 +64,7 @@ def differences(ranks: Mapping[int, Values]) -> str:
     for position, (name, values) in enumerate(ranks[first]):
         for key in values:
             held = {rank: theirs[position][1].get(key, ...) for rank, theirs in ranks.items()}
-            if ... not in held.values() and not all(_is_same(key, held[first], value) for value in held.values()):
+            if ... not in held.values() and not all(is_same(key, held[first], value) for value in held.values()):
                 words = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(held.items()))
                 texts.append((key == NORM, f"the {key} of {name} is {words}"))
     listed = [text for _, text in sorted(texts, key=itemgetter(0))]  # other differences cause that of the norm
@@ -78,7 +72,8 @@ def differences(ranks: Mapping[int, Values]) -> str:
     return "; ".join(listed[:_LONGEST_LIST] + more)
 
 
-def _is_same(name: str, first: Any, second: Any) -> bool:
+def is_same(name: str, first: Any, second: Any) -> bool:
+    """Return whether two values count as equal, up to rounding."""
     if isinstance(first, float) and isinstance(second, float):
         tolerance = 1e-3 if name == NORM else 1e-6
         return math.isclose(first, second, rel_tol=tolerance) or (math.isnan(first) and math.isnan(second))

@@ -29,6 +29,7 @@ OWN_KEYWORDS = (
     "timeout",
     "process_group",
     "loss_divided_by",
+    "own_attributes",
     "divide_by_initial_world_size",
 )
 """Keywords that ``Join`` uses itself instead of passing them to hooks."""
@@ -68,6 +69,18 @@ def checked_timeout(timeout: Any) -> float | None:
     """Return ``timeout`` if it is ``None`` or a positive number of seconds; raise as :func:`checked_number` does."""
     seconds = "a number of seconds, or None to wait without limit"
     return None if timeout is None else checked_number("timeout", timeout, seconds, is_positive=True)
+
+
+def checked_names(names: Any) -> list[str]:
+    """Return ``own_attributes`` as a list if it consists of texts.
+
+    Raises:
+        TypeError: If it does not.
+    """
+    found: list[Any] = [...] if isinstance(names, str) or not isinstance(names, Iterable) else [*cast("Any", names)]
+    if not all(isinstance(name, str) for name in found):
+        raise wrong_kind("own_attributes", cast("Any", names), "a list of names", "names of attributes, as ['seconds']")
+    return found
 
 
 def listed(objects: Any, group: Any) -> list[Any]:

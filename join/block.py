@@ -12,13 +12,14 @@ their order::
     exit     in the body of a loop of a block around this one: meet
              drain: headers and shadowed bursts until no rank is active
              a row of each rank: whether it was last, digests of the values that should be equal (``join.agreement``)
-                and of the steps that each rank made, and the report
-             meanwhile, if nothing was shadowed: a broadcast of the tensors that each rank has for itself
-                (``OwnTensors``)
+                and of the steps that each rank made, what has changed (``join.held``), random generators, the number of
+                its own steps and the last learning rate of each optimizer, and the report
              uneven ranks, including ranks that made different steps: one copy of all state from a last joiner
-                (``join.transfer``), the parameters and gradients of each DDP module by its own broadcasts, then
-                ``synchronise`` of each joinable
-             even ranks: the own tensors whose sizes differ from last time, then ``synchronise_own`` of each joinable
+                (``join.transfer``), with its learning rates at the last steps of other ranks, the parameters and
+                gradients of each DDP module by its own broadcasts, then ``synchronise`` of each joinable
+             even ranks: if values differ, a gather of them (``join.held``); a broadcast of the tensors that each rank
+                has for itself, then ``synchronise_own`` of each joinable
+             random generators that were equal on entering, if a rank drew others (``join.generators``)
              ``post_hook`` of each hook
 
 The exit is the same on active and on joined ranks. A joined rank has no other rank to wait for by then.
@@ -37,14 +38,16 @@ import sys
 import threading
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from join.agreement import Values, digest, digest_of, raise_difference, values_of
+from join.agreement import Values, digest, digest_of, raise_difference
 from join.collectives import Collective, SingleCollective, Sum, TorchCollective
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
@@ -52,12 +55,14 @@ from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
 from join.errors import JoinError, PeerError, add_note
 from join.failure.guard import ENTERS, FORK, Guard
-from join.joinable import Burst, Joinable, JoinConfig
+from join.generators import Generators
+from join.held import Held
+from join.joinable import Burst, Joinable, JoinConfig, parts_of, values_of
 from join.loop import Loop
 from join.protocol.channel import Channel, Outcome
-from join.protocol.headers import Member, Scope
+from join.protocol.headers import Scope
 from join.report import JoinReport, RankReport
-from join.transfer import Exchange, OwnTensors, copy_state
+from join.transfer import Exchange, copy_state
 
 channels: dict[int, Channel] = {}
 """Channels of the groups on which blocks are open, by the ``id`` of the group's collective."""
@@ -133,22 +138,24 @@ def _would_block(outer: Collective, inner: Collective) -> bool:
 class _End(NamedTuple):
     """Message of a rank when all ranks are out of data; its row of the report follows it.
 
-    The last three are 0 if bursts were shadowed.
+    The last four are 0 if bursts were shadowed.
 
     Attributes:
         last: Whether the rank was among the last that had data.
         total_steps: The number of steps that it made by itself (``Joinable.own_steps``), over all joinables.
         own_steps: A digest of the numbers of these steps, by joinable.
         values: A digest of the values that should be equal on all ranks.
+        changes: A digest of other values that have changed since entering.
     """
 
     last: bool
     total_steps: int = 0
     own_steps: int = 0
     values: int = 0
+    changes: int = 0
 
 
-_END = struct.Struct("<?3q")
+_END = struct.Struct("<?4q")
 
 
 class BlockAlone:
@@ -243,6 +250,9 @@ class OpenBlock:
             for member in members:
                 self.undo.callback(self._detach, member.joinable)
                 member.joinable.attach(join)
+            joinables = [member.joinable for member in members]
+            self.scope.held = Held(partial(parts_of, joinables), self.scope.own_attributes, self._collective)
+            self._generators = Generators()
         except BaseException as error:
             self._fail(error)
             raise
@@ -269,7 +279,7 @@ class OpenBlock:
                 else:
                     channel.messages.check(message)
                 channel.messages.resize(header=channel.roster.code.bits)  # not before, for ranks outside the block
-                agreed.setdefault(self._digest, ())
+                agreed.add(self._digest)
         except RuntimeError as error:
             if not isinstance(error, JoinError) and (cause := channel.guard.explain(error)) is not None:
                 raise cause from error
@@ -359,33 +369,43 @@ class OpenBlock:
         collective = self._collective
         row = self._row(out_of_data_at)
         joinables = [member.joinable for member in self.scope.members]
-        end, values = _End(outcome.last), list[tuple[str, Mapping[str, Any]]]()
+        end, values, held = _End(outcome.last), list[tuple[str, Mapping[str, Any]]](), self.scope.held
         if not outcome.shadowed:
             values, own_steps = values_of(joinables), [joinable.own_steps for joinable in joinables]
-            end = end._replace(total_steps=sum(own_steps), own_steps=digest(repr(own_steps)), values=digest_of(values))
-        work = self.channel.messages.line.gather(_END.pack(*end) + row.packed())
-        own: OwnTensors | None = None
-        if not outcome.shadowed:
-            tensors = [tensor for joinable in joinables for tensor in joinable.own_tensors()]
-            own = OwnTensors(collective, tensors, outcome.source, collective.kept.agreed[self._digest])
+            steps, changes = digest(repr(own_steps)), held.digest_of_changes()
+            end = _End(outcome.last, sum(own_steps), steps, digest_of(values), changes)
+        stepping = {joinable.join_name: joinable.own_rates for joinable in joinables if joinable.own_rates is not None}
+        last_rates = [number for rates in stepping.values() for number in (len(rates), (rates or [0.0])[-1])]
+        packing = struct.Struct(f"<{len(last_rates)}d")
+        work = self.channel.messages.line.gather(
+            _END.pack(*end) + packing.pack(*last_rates) + self._generators.packed() + row.packed()
+        )
         with profiled("compare"):
             rows = self.channel.guard.wait(work, "has left its block", work.total)
         ends = [_End(*_END.unpack_from(row)) for row in rows]
+        at = _END.size + packing.size
+        reports = [RankReport.of(rank, row[at + Generators.size :]) for rank, row in enumerate(rows)]
         outcome, keeps = self._compare(outcome, ends, values)
+        warn: Callable[[], None] | None = None
         self._restore_limit()  # because a copy of all state may take longer than a burst
-        if own is None or outcome.shadowed:
-            self._copy_all(outcome.source, keeps=keeps)
+        if outcome.shadowed:
+            last_of_ranks = [packing.unpack_from(row, _END.size) for row in rows]
+            self._copy_all(outcome.source, _compare_rates(stepping, last_of_ranks, outcome.source), keeps=keeps)
         else:
-            collective.kept.agreed[self._digest] = own.layout
-            self.channel.synchronise_own(own, self.scope.members, outcome.source)
+            warn = held.compare() if len({end.changes for end in ends}) > 1 else None
+            self.channel.synchronise_own(self.scope.members, outcome.source)
+        source = outcome.source if outcome.shadowed else None
+        if source is None and self.channel.loops > self._loops and any(report.shadowed for report in reports):
+            source = min(reports, key=attrgetter("shadowed")).rank  # which ran the fewest dummies
+        Generators.synchronise(collective, [row[at : at + Generators.size] for row in rows], source)
         for member in self.scope.members:
             member.hook.post_hook(outcome.last)
         counts_steps = self.channel.loops > self._loops and not (
             outcome.shadowed or any(end.total_steps for end in ends)
         )
-        return lambda: JoinReport(
-            tuple(RankReport.of(rank, row[_END.size :]) for rank, row in enumerate(rows)), outcome.even, counts_steps
-        )
+        if warn is not None:
+            warn()
+        return lambda: JoinReport(tuple(reports), outcome.even, counts_steps)
 
     def _row(self, out_of_data_at: float) -> RankReport:
         """Return this rank's row of the report; ``out_of_data_at`` is on the monotonic clock."""
@@ -415,19 +435,19 @@ class OpenBlock:
             last = ends[rank].own_steps == ends[source].own_steps
             return Outcome(even=False, last=last, shadowed=True, source=source), source == rank
         if len({end.values for end in ends}) > 1:
-            raise_difference(self._collective.all_gather_object(values, plain=True))
+            raise_difference(dict(enumerate(self._collective.all_gather_object(values, plain=True))))
         return outcome, True
 
-    def _copy_all(self, source: int, *, keeps: bool) -> None:
+    def _copy_all(self, source: int, rates: Exchange, *, keeps: bool) -> None:
         """Copy all state from rank ``source``, with enclosing blocks, whose bursts were shadowed too."""
-        listed, exchanges = self.channel.roster.listed, list[tuple[Member, Exchange]]()
+        listed, exchanges = self.channel.roster.listed, list[tuple[object, Exchange]]([("rates", rates)])
         for member in listed:
             exchange = member.joinable.exchange(source)
             if exchange is not None:
                 exchanges.append((member, exchange))
-        if exchanges:
-            with profiled("copy"):
-                copy_state(self._collective, exchanges, source, self.channel.roster.devices(), keeps=keeps)
+        exchanges += [("attributes", scope.held.exchange(source)) for scope in self.channel.roster.scopes]
+        with profiled("copy"):
+            copy_state(self._collective, exchanges, source, self.channel.roster.devices(), keeps=keeps)
         for member in listed:
             with profiled("synchronise", member):
                 member.joinable.synchronise(source)
@@ -447,3 +467,27 @@ class OpenBlock:
         finally:  # even if it was interrupted
             if not set(self.channel.roster.scopes) - {self.scope}:
                 channels.pop(id(self._collective), None)
+
+
+def _compare_rates(rates: Mapping[str, array[float]], last: Sequence[Sequence[float]], source: int) -> Exchange:
+    """Compare the last learning rate of each rank with that of rank ``source`` in the same step.
+
+    Args:
+        rates: The learning rate in each step of this rank, by the name of the optimizer.
+        last: For each rank, the number of steps and the last rate of each optimizer.
+        source: The rank that made the most steps.
+    """
+    counts = {name: {int(row[2 * index]) for row in last} for index, name in enumerate(rates)}
+    inbox = yield {
+        name: {step: rates[name][step - 1] for step in steps if 0 < step <= len(rates[name])}
+        for name, steps in counts.items()
+    }
+    theirs: Mapping[str, Mapping[int, float]] = inbox.skeleton
+    for index, name in enumerate(rates):
+        for rank, row in enumerate(last):
+            step, rate = int(row[2 * index]), row[2 * index + 1]
+            if step in theirs[name]:
+                held = {rank: rate, source: theirs[name][step]}
+                key = f"learning rate in step {step} of the block"
+                raise_difference({each: [(name, {key: value})] for each, value in held.items()})
+    yield ""

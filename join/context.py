@@ -8,7 +8,7 @@ inside a block, and ``join.loop`` the loops over :meth:`Join.iterate`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -22,6 +22,7 @@ from join.arguments import (
     check_flags,
     check_initialised,
     check_keywords,
+    checked_names,
     checked_number,
     checked_timeout,
     collective_to_tell,
@@ -99,6 +100,9 @@ class Join:
         loss_divided_by: The number by which each loss is divided before :meth:`scale` gets it. Frameworks divide by
             the number of micro-batches in an accumulation window; pass that number. :meth:`scale` multiplies the loss
             by it.
+        own_attributes: Names of attributes that each rank has for itself, such as a timer in a wrapper of an optimizer.
+            All other attributes of listed optimizers and wrappers, numbers and texts in modules, and extra state of
+            modules are equal on all ranks after an uneven plain block if they were equal before it.
         **kwargs: Keywords for the ``join_hook`` of every listed object. DDP takes ``divide_by_initial_world_size``:
             ``True``, the default as in PyTorch, divides gradients by the size of the process group. ``False`` divides
             them by the number of ranks that contributed, as a single process would.
@@ -128,6 +132,7 @@ class Join:
         timeout: float | None = None,
         process_group: Any = ...,
         loss_divided_by: int = 1,
+        own_attributes: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         try:
@@ -143,6 +148,7 @@ class Join:
             self._divisor = int(
                 checked_number("loss_divided_by", loss_divided_by, micro_batches, least=1, is_whole=True)
             )
+            self._own_attributes = checked_names(own_attributes)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -672,8 +678,11 @@ class Join:
             claim(self, self._joinables, enable=False, throw=False)
             return
         members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
-        self._block = OpenBlock(self._collective, Scope(members, self._throw, self._timeout, self._weight))
+        scope = Scope(members, self._throw, self._timeout, self._weight, self._own_attributes)
+        self._block = OpenBlock(self._collective, scope)
         arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
+        if self._own_attributes:
+            arguments["own_attributes"] = ", ".join(self._own_attributes)
         self._block.enter(self, entered_with(self._joinables, arguments, self._divisor))
 
     def __exit__(

@@ -17,12 +17,15 @@ reset on leaving it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from typing_extensions import override
 
+from join.agreement import Values
+from join.held import Part
 from join.transfer import Exchange
 
 
@@ -127,6 +130,9 @@ class Joinable(ABC):
     Ranks that leave together with different numbers are uneven; one of them has made more backwards under ``no_sync``,
     for example. Steps of a loop over ``Join.iterate`` do not count. 0 for joinables without such steps."""
 
+    own_rates: array[float] | None = None
+    """Learning rate in each of these steps of an optimizer, which ranks compare at the end of an uneven plain block."""
+
     needs_scale: bool = False
     """Whether a loop over ``Join.iterate`` must call ``Join.scale``, because nothing else weighs these gradients."""
 
@@ -162,6 +168,14 @@ class Joinable(ABC):
     @abstractmethod
     def join_process_group(self) -> Any:
         """``ProcessGroup`` or :class:`join.collectives.Collective` of the joinable; ``None`` is the default group."""
+
+    def held(self) -> Iterable[Part]:
+        """Return values that are equal when a block is left if they were equal when it was entered.
+
+        Reading them should not wait for a device. After an uneven plain block, other ranks take them from the last rank
+        with data. After any other block, a difference is one warning.
+        """
+        return ()
 
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
         """Return values by name that are equal on all ranks when a block is entered, such as learning rates.
@@ -208,8 +222,8 @@ class Joinable(ABC):
     def own_tensors(self) -> Sequence[torch.Tensor]:
         """Return the tensors that differ between ranks even after the same steps, such as BatchNorm's buffers.
 
-        They are copied from one rank, together with the own tensors of all other objects. This is done at the end of
-        each loop over ``Join.iterate``, and of each block in which nothing was shadowed.
+        They are copied from one rank, together with the own tensors of all other objects, at the end of each loop over
+        ``Join.iterate``, and of each block in which nothing was shadowed.
         """
         return ()
 
@@ -351,3 +365,13 @@ class NothingAlone(NothingListed):
     """The same joinable in a single process without a process group, where the block does nothing."""
 
     communicates: ClassVar[bool] = False
+
+
+def values_of(joinables: Sequence[Joinable]) -> Values:
+    """Return the values of joinables that should be equal on all ranks after equal steps."""
+    return [(joinable.join_name, joinable.equal_values()) for joinable in joinables]
+
+
+def parts_of(joinables: Sequence[Joinable]) -> Iterator[Part]:
+    """Yield the parts of joinables, with their present values."""
+    return (part for joinable in joinables for part in joinable.held())

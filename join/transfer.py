@@ -18,7 +18,7 @@ one all-gather of skeletons, each with the bytes of its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -30,8 +30,6 @@ from join.collectives.base import as_bytes
 from join.errors import JoinError, described
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-Layout: TypeAlias = Sequence[tuple[torch.device, int]]
-"""For each message, its device and its size in bytes."""
 _Plan: TypeAlias = Sequence[Sequence[int]]
 """For each message, the numbers of its tensors."""
 CHUNK_BYTES = 64 * 2**20
@@ -39,6 +37,13 @@ CHUNK_BYTES = 64 * 2**20
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def why_unlike(tensor: torch.Tensor) -> str:
+    """Return the reason why a tensor cannot be sent, such as a shard of several ranks; "" if it can."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+        return ""
+    return f"it holds a {tensor.layout} tensor of type {type(tensor).__name__}, which is not a plain tensor"
 
 
 def broadcast_tensors(collective: Collective, tensors: Tensors, source: int) -> None:
@@ -52,42 +57,6 @@ def broadcast_tensors(collective: Collective, tensors: Tensors, source: int) -> 
     _move(collective, _plan(tensors), tensors, source)
 
 
-class OwnTensors:
-    """Tensors of which each rank has its own values, such as buffers, copied from one rank at the end of an even block.
-
-    While this copy runs, the ranks are still comparing whether their tensors have the same sizes. A copy that starts
-    earlier therefore has the sizes that the ranks agreed on at the end of the last such block, whatever this rank has
-    now.
-
-    Args:
-        collective: The ranks.
-        tensors: The tensors of this rank.
-        source: The rank whose tensors are sent.
-        agreed: The layout that the ranks agreed on; empty if there is none.
-    """
-
-    def __init__(self, collective: Collective, tensors: Tensors, source: int, agreed: Layout) -> None:
-        self._collective, self._tensors, self._source = collective, tensors, source
-        parcels = [_Parcel([tensors[number] for number in numbers]) for numbers in _plan(tensors)]
-        self.layout = [(parcel.tensors[0].device, parcel.nbytes) for parcel in parcels]
-        """The layout of this rank, to be agreed on; empty if the tensors take more than one chunk."""
-        if sum(nbytes for _, nbytes in self.layout) > CHUNK_BYTES:
-            self.layout = []
-        self._is_started = bool(agreed) and self.layout == agreed
-        if self._is_started:
-            self._ends = [parcel.start(collective, source, aside=True) for parcel in parcels]
-        else:
-            empty = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for device, nbytes in agreed]
-            self._ends = [collective.broadcast(message, source).wait for message in empty]
-
-    def receive(self) -> None:
-        """Overwrite the tensors. Call this if all ranks have tensors of the same sizes."""
-        for end in self._ends:
-            end()
-        if not self._is_started:
-            broadcast_tensors(self._collective, self._tensors, self._source)
-
-
 class _Parcel:
     """Tensors of one device that form one message. The largest elements come first, so that all tensors are aligned.
 
@@ -99,32 +68,26 @@ class _Parcel:
     def __init__(self, tensors: Tensors, kept: Iterable[int] = ()) -> None:
         self.tensors, self._kept = tensors, set(kept)
         self._sizes = [tensor.nbytes for tensor in tensors]
-        self.nbytes = sum(self._sizes)
 
     @torch.no_grad()
-    def start(self, collective: Collective, source: int, *, aside: bool = False) -> Callable[[], object]:
-        """Start to send or receive. The returned function waits, and copies the received message into the tensors.
-
-        Args:
-            collective: The ranks.
-            source: The rank that sends.
-            aside: Whether the tensors stay unchanged until the returned function is called.
-        """
+    def move(self, collective: Collective, source: int) -> None:
+        """Send the tensors, or receive them from rank ``source``."""
         first = self.tensors[0]
         is_source = collective.rank == source
-        in_place = is_source or not aside
-        if len(self.tensors) == 1 and first.is_contiguous() and in_place:
-            return collective.broadcast(as_bytes(first), source).wait
-        flat = self._flat() if is_source else torch.empty(self.nbytes, dtype=torch.uint8, device=first.device)
-        work = collective.broadcast(flat, source)
-        return work.wait if is_source else lambda: (work.wait(), self.unpack(flat))
+        if len(self.tensors) == 1 and first.is_contiguous():
+            collective.broadcast(as_bytes(first), source).wait()
+            return
+        flat = self._flat() if is_source else torch.empty(sum(self._sizes), dtype=torch.uint8, device=first.device)
+        collective.broadcast(flat, source).wait()
+        if not is_source:
+            self._unpack(flat)
 
     def _flat(self) -> torch.Tensor:
         """Return the bytes of all tensors in one tensor."""
         return torch.cat([as_bytes(tensor.detach().contiguous()) for tensor in self.tensors])
 
     @torch.no_grad()
-    def unpack(self, flat: torch.Tensor) -> None:
+    def _unpack(self, flat: torch.Tensor) -> None:
         """Copy the bytes that :meth:`_flat` made into the tensors."""
         parts = cast("Sequence[torch.Tensor]", flat.split(self._sizes))
         for tensor, part in zip(self.tensors, parts, strict=True):
@@ -199,7 +162,7 @@ def _broadcast_skeletons(collective: Collective, trees: list[Any], source: int) 
 
 def _move(collective: Collective, plan: _Plan, tensors: Any, source: int, kept: Iterable[int] = ()) -> None:
     for numbers in plan:
-        _Parcel([tensors[number] for number in numbers], kept).start(collective, source)()
+        _Parcel([tensors[number] for number in numbers], kept).move(collective, source)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ rank has its own buffers.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from numbers import Integral, Real
 from typing import Any, Protocol, cast
@@ -34,11 +36,13 @@ from join import Join, Joinable, JoinError
 from join.agreement import differences
 from join.collectives._torch_private import pytree
 from join.errors import described
-from join.transfer import Exchange, broadcast_tensors
+from join.held import PLAIN, Packed, Part, Unfit, pack, unpack
+from join.transfer import Exchange, broadcast_tensors, why_unlike
 from joinables._torch import autograd
-from joinables._torch.objects import numbers_in
 from joinables._torch.reducer import parameters_of_each_rank
 from joinables.adapter import Silent
+from joinables.attributes import parts_of_module, parts_of_optimizer
+from joinables.sample import sampled
 
 STEPS_IN_LOOPS = "number of steps made on gradients in loops over join.iterate"
 """Name of a value that is equal on all ranks: a rank that has skipped a backward has stepped without gradients."""
@@ -64,7 +68,8 @@ class OptimizerState(Silent):
         self._ignored = {id(parameter) for module in modules for parameter in parameters_of_each_rank(module)}
         """The ids of parameters that a listed DDP module ignores, so that each rank has its own."""
         self._handles = [self._optimizer.register_step_pre_hook(self._before_step)]
-        self._entered_with = numbers_in(self._optimizer)
+        self._rates: array[float] = array("d")
+        self.own_rates = self._rates
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Check and count a step."""
@@ -80,6 +85,7 @@ class OptimizerState(Silent):
             channel.scaling.refuse_step(self, step)
         if not step.in_loop:
             self.own_steps += 1
+            self._rates.append(rate_of(self._optimizer.param_groups))
             return
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
@@ -88,6 +94,10 @@ class OptimizerState(Silent):
                     return
 
     # -- comparing ----------------------------------------------------------------------------------------------------
+
+    @override
+    def held(self) -> Iterable[Part]:
+        return parts_of_optimizer(self._optimizer, self.join_name, parameters_of(self._optimizer))
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
@@ -115,13 +125,15 @@ class OptimizerState(Silent):
     def exchange(self, source: int) -> Exchange:
         optimizer = self._optimizer
         groups, parameters = without_params(optimizer.param_groups), parameters_of(optimizer)
-        states = self._states(parameters)
         shapes = str([[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups])
-        why_not = unlike_others((groups, states)) or _first_unlike(parameters)
+        why_not, states = unlike_others(groups) or _first_unlike(parameters), dict[Any, Packed]()
+        try:
+            states = {key: pack(state, parameters) for key, state in self._states(parameters).items()}
+        except Unfit as why:
+            why_not = str(why)
         values: Mapping[str, Any] = self.equal_values() if self._collective.rank == source else {}
-        counters = dict(numbers_in(optimizer).items() - self._entered_with.items())
-        inbox = yield ([], {}) if why_not else (groups, states), (shapes, counters, values, bool(why_not))
-        (their_groups, their_states), (their_shapes, counters, equal, refused) = inbox.skeleton
+        inbox = yield ([], {}) if why_not else (groups, states), (shapes, values, bool(why_not))
+        (their_groups, their_states), (their_shapes, equal, refused) = inbox.skeleton
         if not (why_not or refused):
             why_not = self._why_not(states, their_states, shapes, their_shapes)
         if not why_not and inbox.keeps:
@@ -134,9 +146,8 @@ class OptimizerState(Silent):
             of_key = {key: parameters[key] if isinstance(key, int) else first for key in their_states}
             states = {key: fill(state, states.get(key), of_key[key]) for key, state in their_states.items()}
         yield why_not
-        if not inbox.keeps:
-            self._load(groups, states, parameters)
-            vars(optimizer).update(counters)
+        if not inbox.keeps and self._collective.rank != source:
+            self._load(groups, {key: unpack(state, parameters) for key, state in states.items()}, parameters)
 
     def _load(
         self, groups: list[dict[str, Any]], states: dict[Any, Any], parameters: Sequence[torch.nn.Parameter]
@@ -148,7 +159,7 @@ class OptimizerState(Silent):
         for key, state in states.items():
             self._optimizer.state[parameters[key] if isinstance(key, int) else key] = state
 
-    def _why_not(self, own: dict[Any, Any], theirs: dict[Any, Any], own_shapes: str, their_shapes: str) -> str:
+    def _why_not(self, own: Mapping[Any, Any], theirs: Mapping[Any, Any], own_shapes: str, their_shapes: str) -> str:
         """Return the reason why this rank cannot load the state of the last joiner; "" if it can."""
         if own_shapes != their_shapes:
             return f"it has parameter groups of shapes {own_shapes}, but the last rank with data has {their_shapes}"
@@ -197,7 +208,28 @@ class State(Silent):
         self._stateful = stateful
 
     @override
+    def held(self) -> Iterable[Part]:
+        stateful, name = self._stateful, self.join_name
+        if is_compared(stateful):
+            return ()
+        if parameters := parameters_of(stateful):
+            return parts_of_optimizer(stateful, name, parameters)
+        leaves = list[tuple[tuple[Any, ...], Any]]()
+        with suppress(Exception):  # the copy says why it has no state
+            leaves = flattened(stateful.state_dict())
+        names = self._names_of_buffers()
+        tensors = [leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and _name_in(path) not in names]
+        values = {pytree.keystr(path): leaf for path, leaf in leaves if type(leaf) in PLAIN}
+        return Part(name, values, None), Part(name, sampled(tensors), None, is_required=True)
+
+    @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        if isinstance(self._stateful, torch.amp.GradScaler):  # whose state may be on a device
+            scaler = self._stateful
+            numbers = scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval
+            return {number.__name__.removeprefix("get_"): number() for number in numbers if scaler.is_enabled()}
+        if is_compared(self._stateful):
+            return plain_values(self._stateful.state_dict(), on_cpu=True)
         groups: Any = getattr(self._stateful, "param_groups", ())
         # A wrapper of optimizers has groups. Another object may have a method of this name.
         return group_values(() if callable(groups) else groups, on_cpu=True)
@@ -224,7 +256,7 @@ class State(Silent):
         state = stateful.state_dict()
         matching: list[torch.Tensor] = []
         for path, leaf in flattened(state):
-            name = getattr(path[-1], "key", None) if path else None
+            name = _name_in(path)
             if isinstance(leaf, torch.Tensor) and is_plain(leaf) and name in names and leaf.shape == names[name]:
                 matching.append(leaf)
         if matching:
@@ -263,6 +295,11 @@ class ModuleState(State):
         for each in listed:
             self._refuse_if_trained_by(each.join_target, each.join_name)
         return {}
+
+    @override
+    def held(self) -> Iterable[Part]:
+        yield Part(self.join_name, sampled(list(self._target.parameters())), None, is_required=True)
+        yield from parts_of_module(self._target, self.join_name)
 
     @override
     def attach(self, join: Join) -> None:
@@ -325,6 +362,11 @@ def shapes_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
     return {f"shape of buffer {name}": list(buffer.shape) for name, buffer in buffers.items()}
 
 
+def _name_in(path: Sequence[Any]) -> Any:
+    """Return the last name in the path of a leaf."""
+    return getattr(path[-1], "key", None) if path else None
+
+
 def flattened(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """Return the leaves of nested containers, each with its path."""
     return pytree.tree_flatten_with_path(tree)[0]
@@ -338,6 +380,10 @@ def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
         on_cpu: Whether to skip tensors on other devices, for which the host would wait.
     """
     values: dict[str, Any] = {}
+    if type(tree) is dict:
+        held = cast("dict[Any, Any]", tree)
+        tree = {name: leaf for name, leaf in held.items() if type(leaf) not in PLAIN}  # a path of each would take long
+        values = {f"[{name!r}]": leaf for name, leaf in held.items() if name not in tree and leaf is not None}
     for path, leaf in flattened(tree):
         is_read = isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and (leaf.is_cpu or not on_cpu)
         value = leaf.item() if is_read else leaf
@@ -347,21 +393,21 @@ def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
     return values
 
 
-_PLAIN = torch.Tensor, torch.nn.Parameter
-
-
 def unlike_others(tree: Any) -> str:
     """Return the reason why a tensor in ``tree`` cannot be sent, such as a shard of several ranks; "" if all can."""
     return _first_unlike(pytree.tree_leaves(tree))
 
 
 def _first_unlike(leaves: Iterable[object]) -> str:
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and (type(leaf) not in _PLAIN or leaf.layout is not torch.strided):
-            return f"it holds a {leaf.layout} tensor of type {type(leaf).__name__}, which is not a plain tensor"
-    return ""
+    return next(filter(None, (why_unlike(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))), "")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is dense, and not of a subclass."""
-    return not _first_unlike([tensor])
+    return not why_unlike(tensor)
+
+
+def rate_of(groups: Sequence[Mapping[str, Any]]) -> float:
+    """Return the learning rate, as the sum over groups; 0 if reading it would make the host wait for a device."""
+    rates: list[Any] = [group.get("lr", 0.0) for group in groups]
+    return float(sum(0.0 if isinstance(rate, torch.Tensor) and not rate.is_cpu else rate for rate in rates))

@@ -27,6 +27,7 @@ scale. So a step is an error if the block lists a GradScaler, except in a loop o
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -41,7 +42,7 @@ from joinables._torch import reducer
 from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.adapter import Announcing
 from joinables.sample import Sample
-from joinables.state import STEPS_IN_LOOPS, group_values, parameters_of, without_params
+from joinables.state import STEPS_IN_LOOPS, group_values, parameters_of, rate_of, without_params
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -86,6 +87,8 @@ class ZeroStep(Announcing):
         super().attach(join)
         self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step in this block
         self._steps_in_loops = 0  # with a gradient, in loops over join.iterate
+        self._rates: array[float] = array("d")
+        self.own_rates = self._rates
         self._group_count = len(self._zero.param_groups)
         listed = [member.joinable.join_target for member in join.channel.roster.listed]
         self._is_scaled = any(isinstance(target, torch.amp.GradScaler) and target.is_enabled() for target in listed)
@@ -137,6 +140,8 @@ class ZeroStep(Announcing):
         if self._channel.place.step.in_loop:  # a rank that skipped a backward on a dummy may have received its result
             groups = self._zero.param_groups
             self._steps_in_loops += any(each.grad is not None for group in groups for each in group["params"])
+        else:
+            self._rates.append(rate_of(self._zero.param_groups))
         self._share_hyperparameters(active=True)
 
     def _announce(self) -> None:

@@ -115,7 +115,8 @@ def parameters_of(function: Callable[..., Any]) -> str:
 
 SIGNATURES = {
     "Join": "joinables, enable=True, throw_on_early_termination=False, *, timeout=None,"
-    " process_group=Ellipsis, loss_divided_by=1, **kwargs",
+    " process_group=Ellipsis, loss_divided_by=1,"
+    " own_attributes=(), **kwargs",
     "Join.close": "self, error=None",
     "Join.current": "process_group=None",
     "Join.is_open_on": "group",
@@ -132,6 +133,7 @@ SIGNATURES = {
     "Joinable.detach": "self",
     "Joinable.equal_values": "self",
     "Joinable.exchange": "self, source",
+    "Joinable.held": "self",
     "Joinable.join_hook": "self, **kwargs",
     "Joinable.own_tensors": "self",
     "Joinable.synchronise": "self, source",

@@ -46,8 +46,7 @@ class Kept:
 
     Attributes:
         timeout: The seconds that a rank waits for another one in shared memory.
-        agreed: Results on which the ranks agreed in earlier blocks, by the digest of a block's arguments
-            (``join.block``). They are equal on all ranks, and empty before the first block.
+        agreed: Digests of the arguments of earlier blocks (``join.block``), on which the ranks agreed.
         watch: The watch of the group (``join.failure.watch``).
         lost: The failure of a block, after which ranks may wait in different collectives; "" without one.
         is_connected: Whether the ranks know what carries their messages.
@@ -55,10 +54,12 @@ class Kept:
         lanes: Lanes of the shared memory that are in use, by the number of their line.
         companion: The second collective of the group, if it has been made.
         store: The store that the ranks have made for their notes, if they needed one.
+        generators: The kinds of random generators that were equal on all ranks when the last block was left.
+        logged: What has been said once about state in the blocks of this group.
     """
 
     timeout: float = 1800.0
-    agreed: dict[int, Any] = field(default_factory=dict[int, Any])
+    agreed: set[int] = field(default_factory=set[int])
     watch: Any = None
     lost: str = ""
     is_connected: bool = False
@@ -66,6 +67,8 @@ class Kept:
     lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
     companion: Any = None
     store: dist.Store | None = None
+    generators: set[str] = field(default_factory=set[str])
+    logged: set[str] = field(default_factory=set[str])
 
 
 class Collective(ABC):

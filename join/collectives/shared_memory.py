@@ -219,7 +219,7 @@ class Lane:
         self.last: _Numbers[Any] | None = None
         """The last operation that this rank has started."""
         self.late: list[_Numbers[Any]] = []
-        """Earlier operations that this rank has not read, such as the sums of several weighted modules in a backward."""
+        """Earlier operations that this rank has not read, such as the sums of weighted modules in one backward."""
         begin = number * PLACES * CELLS
         firsts = range(begin, begin + self.world_size * _CELLS_OF_RANK, _CELLS_OF_RANK)
         self.places = [[first + place * CELLS for first in firsts] for place in range(PLACES)]

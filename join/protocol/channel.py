@@ -52,7 +52,7 @@ from typing import NoReturn
 
 import torch
 
-from join.agreement import Values, values_of
+from join.agreement import Values
 from join.batch import PLAIN, Step
 from join.collectives import DONE, Collective, Sum
 from join.collectives._torch_private import profiled
@@ -61,12 +61,12 @@ from join.collectives.line import SUMS
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.guard import ENTERS, Guard
-from join.joinable import Joinable
+from join.joinable import Joinable, values_of
 from join.protocol.headers import FRESH, Header, Headers, Member, Roster, Scope, SentHeader
 from join.protocol.messages import WORD, Messages
 from join.protocol.progress import LateUse, LoopProgress
 from join.scaling import Scaling
-from join.transfer import OwnTensors
+from join.transfer import broadcast_tensors
 
 ONE_AT_A_TIME = (
     "A loop over join.iterate ran inside another one on the same process group. Run the inner loop before or after the"
@@ -525,16 +525,16 @@ class Channel:
             self.guard.close_and_raise(error)
         return answer.votes == self.collective.world_size
 
-    def synchronise_own(self, tensors: OwnTensors, members: Sequence[Member], source: int) -> None:
+    def synchronise_own(self, members: Sequence[Member], source: int) -> None:
         """Copy the state that each rank has for itself from one rank, after a loop or block that shadowed nothing.
 
         Args:
-            tensors: The tensors to receive.
-            members: The members whose objects copy further state by messages of their own.
+            members: The members whose objects have such state.
             source: The rank to copy from.
         """
         with profiled("copy"):
-            tensors.receive()
+            tensors = [tensor for member in members for tensor in member.joinable.own_tensors()]
+            broadcast_tensors(self.collective, tensors, source)
         for member in members:
             with profiled("synchronise", member):
                 member.joinable.synchronise_own(source)
@@ -652,10 +652,9 @@ class Lockstep(ABC):
         # `source` had data in the last step with data. Even without a burst, its forwards may have changed buffers.
         channel, source = self.channel, self.last_with_data.first_with_data
         channel.exit_loop(self)
-        listed = [member.joinable for member in channel.roster.listed]
-        channel.check_same("compares its state", values=values_of(listed))
-        tensors = [tensor for joinable in listed for tensor in joinable.own_tensors()]
-        channel.synchronise_own(OwnTensors(channel.collective, tensors, source, ()), channel.roster.listed, source)
+        listed = channel.roster.listed
+        channel.check_same("compares its state", values=values_of([each.joinable for each in listed]))
+        channel.synchronise_own(listed, source)
 
     # -- left by ``break`` --------------------------------------------------------------------------------------------
 

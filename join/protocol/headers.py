@@ -55,6 +55,7 @@ from join.collectives import Collective, Sum
 from join.collectives._torch_private import profiled
 from join.errors import ProtocolError, described
 from join.failure.guard import Closed, Guard
+from join.held import Held
 from join.joinable import Burst, Joinable, JoinHook, NothingListed
 from join.protocol.messages import Message, Messages
 
@@ -158,6 +159,8 @@ class Scope:
         throw: The ``throw_on_early_termination`` of the block.
         timeout: The seconds that a header may take, or ``None`` for no limit.
         weight: The ``Join.weight`` of a plain block.
+        own_attributes: The names of attributes that each rank has for itself.
+        held: What the objects held when the block was entered.
         announcing: The members that announce; set from ``members``.
     """
 
@@ -165,6 +168,8 @@ class Scope:
     throw: bool
     timeout: float | None
     weight: float | None = None
+    own_attributes: Sequence[str] = ()
+    held: Held = field(init=False)
     announcing: list[Member] = field(default_factory=list[Member], init=False)
 
     def __post_init__(self) -> None:

@@ -217,7 +217,7 @@ class Messages:
             self.raise_apart(doing)
         by_rank: list[list[str]] = [parts for _, parts, _ in rows]
         if all(theirs == by_rank[0] for theirs in by_rank):
-            return raise_difference([values for _, _, values in rows])
+            return raise_difference(dict(enumerate(values for _, _, values in rows)))
         common = reduce(Counter[str].__and__, map(Counter, by_rank))
         own = [list((Counter(entered) - common).elements()) for entered in by_rank]
         ranks_of: dict[str, list[int]] = {}

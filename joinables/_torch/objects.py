@@ -100,16 +100,6 @@ def with_parts(loader: LoaderT, **parts: Any) -> LoaderT:
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def numbers_in(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the numbers in attributes of an optimizer, some of which count its steps there.
-
-    Flags are not among them, since a flag may say that another attribute is set. The exception is torch's own
-    ``_opt_called``: schedulers warn if it is missing or ``False``, because the optimizer has not made a step. Replaces
-    a public query of it.
-    """
-    return {name: n for name, n in vars(optimizer).items() if type(n) in (int, float) or name == "_opt_called"}
-
-
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Mark an optimizer as stepped for its schedulers, after it has loaded the state of a stepped one.
 

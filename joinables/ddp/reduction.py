@@ -29,7 +29,7 @@ from ``backward()`` to ``step()``::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, ClassVar, NoReturn, cast
@@ -40,10 +40,12 @@ from typing_extensions import override
 
 from join import Join, Joinable, JoinError, JoinHook, ProtocolError
 from join.collectives._torch_private import after_backward, are_zero, writes_to
+from join.held import Part
 from join.protocol.channel import Phase
 from join.scaling import refuse_unreduced, refuse_weight
 from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
+from joinables.attributes import parts_of_module
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.mean import ANNOUNCED, CONTRIBUTES, Means
@@ -175,6 +177,11 @@ class GradientSync(DDPBurst):
                 parameter.grad = None
             elif gradient is None or gradient.dtype != parameter.dtype:
                 parameter.grad = torch.zeros_like(parameter)
+
+    @override
+    def held(self) -> Iterable[Part]:
+        module = cast("torch.nn.Module", self._ddp.module)
+        return parts_of_module(module, f"{type(module).__name__}{self.join_place}")
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:

@@ -384,8 +384,7 @@ class JoinTrainerMixin(_Base):
     def _check_arguments(self, *, resumes: bool) -> None:
         check_accelerator(self.accelerator, "JoinTrainer")
         args, streams = self.args, isinstance(self.train_dataset, IterableDataset)
-        chosen: dict[str, Any] = vars(args)
-        refuse_options(REFUSED, chosen, "TrainingArguments")
+        refuse_options(REFUSED, cast("dict[str, Any]", vars(args)), "TrainingArguments")
         config: dict[str, Any] = {**vars(args.accelerator_config), **({} if streams else {"split_batches": False})}
         refuse_options(REFUSED, config, "accelerator_config")
         counts = args.include_num_input_tokens_seen not in ("no", False)

@@ -6,8 +6,6 @@ A process that has used its GPU cannot be forked and use the GPU again. Counting
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
@@ -37,10 +35,3 @@ def release(module: torch.nn.Module, device: torch.device) -> None:
     if device.type != "cpu":
         module.cpu()
         getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
-
-
-def used_accelerator() -> Any:
-    """Return torch's module of the accelerator, such as ``torch.cuda``, or ``None`` if this process has not used it."""
-    device = torch.accelerator.current_accelerator()
-    module: Any = None if device is None else torch.get_device_module(device)
-    return module if module is not None and module.is_initialized() else None

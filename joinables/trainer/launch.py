@@ -71,9 +71,9 @@ from join.collectives.broken import is_broken
 from join.collectives.store import local_store
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import add_note, described
+from join.generators import used_accelerator
 from joinables.processes import ended, ending_forks, start, wait_for_all
 from joinables.trainer import output, settings
-from joinables.trainer.accelerator import used_accelerator
 from joinables.trainer.files import replacing, save, temporary_folder
 from joinables.trainer.rendezvous import fresh_store, job_of
 

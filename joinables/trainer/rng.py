@@ -1,8 +1,4 @@
-"""Random state of a process: :func:`capture`, :func:`restore`.
-
-It consists of the states of the generators of Python, torch, this process's accelerator, and numpy if the program uses
-numpy. Captured states are plain data and tensors, so that a checkpoint can contain them.
-"""
+"""Random state of a run: seeds, and the state with which a process starts (``join.generators`` captures states)."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import Any
 
 import torch
 
-from joinables.trainer.accelerator import used_accelerator
+from join.generators import capture, restore
 
 
 def seed_all(seed: int) -> None:
@@ -39,28 +35,6 @@ def seeded(seed: int) -> Generator[None]:
         yield
     finally:
         restore(before)
-
-
-def capture() -> dict[str, Any]:
-    """Return the state of all generators as plain data and tensors; cheap enough for every step."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if (module := used_accelerator()) is not None:
-        state["accelerator"] = module.get_rng_state()
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [kind, torch.tensor(keys.astype("int64"), device="cpu"), *rest]
-    return state
-
-
-def restore(state: Mapping[str, Any]) -> None:
-    """Put all generators into a captured state."""
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "accelerator" in state and torch.accelerator.device_count():
-        torch.get_device_module().set_rng_state(state["accelerator"])  # takes effect when the device is first used
-    if "numpy" in state and "numpy" in sys.modules:
-        kind, keys, *rest = state["numpy"]
-        sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
 
 
 def start_from(state: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from join import JoinError, transfer
 from join.collectives import ThreadCollective, run_threads
-from join.transfer import Exchange, OwnTensors, broadcast_tensors, broadcast_tree, copy_state, gather_trees
+from join.transfer import Exchange, broadcast_tensors, broadcast_tree, copy_state, gather_trees
 
 DTYPES = [torch.bool, torch.int8, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8]
 DTYPES += [torch.uint16, torch.float8_e4m3fn]
@@ -128,29 +128,6 @@ def test_state_that_one_rank_cannot_copy() -> None:
         run_threads(3, copied("it is full"))
 
 
-def test_own_tensors_change_when_they_are_received() -> None:
-    """Until then the ranks compare whether they have tensors of the same sizes."""
-
-    def rank_main(collective: ThreadCollective) -> list[list[float]]:
-        tensor = torch.full((2,), float(collective.rank))
-        own = OwnTensors(collective, [tensor], 1, [(tensor.device, tensor.nbytes)])
-        collective.barrier()
-        before = tensor.tolist()
-        own.receive()
-        return [before, tensor.tolist()]
-
-    assert run_threads(2, rank_main) == [[[0.0] * 2, [1.0] * 2], [[1.0] * 2, [1.0] * 2]]
-
-
-def test_own_tensors_of_sizes_that_were_not_agreed_on() -> None:
-    def rank_main(collective: ThreadCollective) -> list[float]:
-        tensor = torch.full((2,), float(collective.rank))
-        OwnTensors(collective, [tensor], 1, [(tensor.device, 4)]).receive()
-        return tensor.tolist()
-
-    assert run_threads(2, rank_main) == [[1.0] * 2] * 2
-
-
 def test_a_tensor_that_is_at_two_places_receives_once() -> None:
     def rank_main(collective: ThreadCollective) -> list[float]:
         one = torch.zeros(1)
@@ -174,14 +151,3 @@ def test_state_has_the_memory_layout_of_its_parameter() -> None:
         return received[0].is_contiguous(memory_format=torch.channels_last)
 
     assert run_threads(2, rank_main) == [True] * 2
-
-
-def test_own_tensors_of_other_sizes_than_those_of_other_ranks() -> None:
-    """What is under way meanwhile has the sizes that were agreed on, so that the ranks can tell of it."""
-
-    def rank_main(collective: ThreadCollective) -> None:
-        tensor = torch.ones(2 + collective.rank)
-        OwnTensors(collective, [tensor], 0, [(tensor.device, 8)])
-        collective.barrier()
-
-    run_threads(2, rank_main)

@@ -44,7 +44,9 @@ def copies_state(rank: int) -> tuple[list[float], float]:
 
 def test_state_is_copied_under_the_limit_of_the_group(pool: Pool) -> None:
     for limits, before in pool.run(copies_state):
-        assert limits and limits == [before] * len(limits)
+        on_entering, *copied = limits
+        assert on_entering == 60.0
+        assert copied and copied == [before] * len(copied)
 
 
 def ends_early(rank: int) -> tuple[float, float]:

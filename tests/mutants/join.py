@@ -309,7 +309,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        '        channel.check_same("compares its state", values=values_of(listed))\n',
+        '        channel.check_same("compares its state", values=values_of([each.joinable for each in listed]))\n',
         "",
         "tests/join/loop/test_steps.py::test_values_are_compared_at_the_end_of_each_loop",
     ),
@@ -540,7 +540,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "            raise_difference(self._collective.all_gather_object(values, plain=True))\n",
+        "            raise_difference(dict(enumerate(self._collective.all_gather_object(values, plain=True))))\n",
         "            pass\n",
         "tests/join/protocol/test_channel.py::test_nothing_is_announced_after_an_inner_block_that_failed",
     ),
@@ -595,8 +595,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/context.py",
-        "Scope(members, self._throw, self._timeout, self._weight)",
-        "Scope(members, self._throw, self._timeout)",
+        "Scope(members, self._throw, self._timeout, self._weight, self._own_attributes)",
+        "Scope(members, self._throw, self._timeout, None, self._own_attributes)",
         "tests/join/test_context.py::test_what_is_set_in_a_block_ends_with_it",
     ),
     # -- agreement -----------------------------------------------------------------------------------------------------
@@ -630,24 +630,79 @@ MUTANTS = [
         "",
         "tests/join/test_agreement.py::test_values_that_count_as_equal",
     ),
+    # -- what was equal on entering ------------------------------------------------------------------------------------
+    Mutant(
+        "join/held.py",
+        " and is_same(name, received[of, name][0], self._before.get((of, name), ...))",
+        "",
+        "tests/join/test_held.py::test_attributes_after_an_uneven_block",
+    ),
+    Mutant(
+        "join/held.py",
+        "if not (own and (name in own or",
+        "if not (False and (name in own or",
+        "tests/join/test_held.py::test_attributes_after_an_uneven_block",
+    ),
+    Mutant(
+        "join/held.py",
+        " if (of, name) in required]",
+        "]",
+        "tests/join/test_held.py::test_attributes_that_differ_after_even_blocks",
+    ),
+    Mutant(
+        "join/held.py",
+        "            if _are_same(key[1], [before.get(key, ...) for before, _ in rows])\n            and not",
+        "            if not",
+        "tests/join/test_held.py::test_attributes_that_differ_after_even_blocks",
+    ),
+    Mutant(
+        "join/held.py",
+        "    if limit is not None and is_larger(value, limit):\n",
+        "    if False:\n",
+        "tests/join/test_held.py::test_a_large_value_is_not_read_and_named_once",
+    ),
+    Mutant(
+        "join/held.py",
+        "                return _known, (self._known[id(obj)],)\n",
+        "                pass\n",
+        "tests/join/test_held.py::test_tensors_and_parameters_of_another_rank",
+    ),
+    Mutant(
+        "join/generators.py",
+        "        elif apart:\n",
+        "        elif False:\n",
+        "tests/join/test_generators_of_ranks.py::test_generators_that_were_seeded_alike",
+    ),
+    Mutant(
+        "join/generators.py",
+        "if not raw or rest[1]:",
+        "if not raw:",
+        "tests/join/test_generators_of_ranks.py::test_every_draw_of_numpy_is_seen",
+    ),
+    Mutant(
+        "join/block.py",
+        '            source = min(reports, key=attrgetter("shadowed")).rank',
+        "            source = None",
+        "tests/join/test_generators_of_ranks.py::test_generators_that_were_seeded_alike",
+    ),
+    Mutant(
+        "join/block.py",
+        "            if step in theirs[name]:\n",
+        "            if False:\n",
+        "tests/joinables/test_held.py::test_schedules_from_the_length_of_each_rank",
+    ),
+    Mutant(
+        "join/transfer.py",
+        "if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout",
+        "if tensor.layout",
+        "tests/joinables/test_state_at_end.py::test_what_cannot_be_copied_is_an_error_on_all_ranks",
+    ),
     # -- copies --------------------------------------------------------------------------------------------------------
     Mutant(
         "join/transfer.py",
         "            if id(tensor) not in self._kept:\n",
         "            if True:\n",
         "tests/join/test_transfer.py::test_all_state_travels_together",
-    ),
-    Mutant(
-        "join/transfer.py",
-        "in_place = is_source or not aside",
-        "in_place = True",
-        "tests/join/test_transfer.py::test_own_tensors_change_when_they_are_received",
-    ),
-    Mutant(
-        "join/transfer.py",
-        "bool(agreed) and self.layout == agreed",
-        "bool(agreed)",
-        "tests/join/test_transfer.py::test_own_tensors_of_other_sizes_than_those_of_other_ranks",
     ),
     Mutant(
         "join/transfer.py",

@@ -7,6 +7,30 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     # -- reductions ----------------------------------------------------------------------------------------------------
     Mutant(
+        "joinables/attributes.py",
+        "                values[key] = Holder(value) if inside else value\n",
+        "                values[key] = value\n",
+        "tests/joinables/test_held.py::test_attributes_of_optimizers",
+    ),
+    Mutant(
+        "joinables/attributes.py",
+        "            if type(value) in PLAIN:\n                values[key] = value\n            elif",
+        "            if",
+        "tests/joinables/test_state.py::test_a_scheduler_that_is_not_listed_steps_after_a_block_without_data",
+    ),
+    Mutant(
+        "joinables/attributes.py",
+        "            yield Part(own, values, partial(_load, part))\n",
+        "            pass\n",
+        "tests/joinables/test_held.py::test_counters_of_modules",
+    ),
+    Mutant(
+        "joinables/attributes.py",
+        '            yield Part(own, {"extra state": part.get_extra_state()}, partial(_load_extra, part))\n',
+        "            pass\n",
+        "tests/joinables/test_held.py::test_counters_of_modules",
+    ),
+    Mutant(
         "joinables/ddp/reduction.py",
         "            channel.end_left_loop()  # not later",
         "            pass  # not later",
@@ -414,12 +438,6 @@ MUTANTS = [
         "tests/joinables/test_state.py::test_ranks_that_differ_are_named",
     ),
     Mutant(
-        "joinables/state.py",
-        "dict(numbers_in(optimizer).items() - self._entered_with.items())",
-        "numbers_in(optimizer)",
-        "tests/joinables/test_state_at_end.py::test_optimizers_after_an_uneven_block",
-    ),
-    Mutant(
         "joinables/_torch/reducer.py",
         'if ddp._get_ddp_logging_data().get("num_parameter_tensors") == len(synchronised):',
         "if all(parameter.requires_grad for parameter in synchronised):",
@@ -460,18 +478,6 @@ MUTANTS = [
         "return sample if self._memory.own is None else {}",
         "return sample",
         "tests/joinables/ddp/test_even_blocks.py::test_ranks_with_as_many_local_steps_are_even",
-    ),
-    Mutant(
-        "joinables/state.py",
-        "            vars(optimizer).update(counters)",
-        "            pass",
-        "tests/joinables/test_state.py::test_a_scheduler_that_is_not_listed_steps_after_a_block_without_data",
-    ),
-    Mutant(
-        "joinables/state.py",
-        "type(leaf) not in _PLAIN or",
-        "",
-        "tests/joinables/test_state_at_end.py::test_what_cannot_be_copied_is_an_error_on_all_ranks",
     ),
     Mutant(
         "joinables/state.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 
 pytest.importorskip("lightning", reason="needs the extra lightning: make test-frameworks")
 
-import lightning  # pyright: ignore[reportMissingImports]
 import torch
 
 from joinables.integrations.lightning import JoinStrategy
@@ -55,6 +55,6 @@ def validate_by_the_clock(rank: int) -> None:
 
 
 def test_validations_by_the_clock_of_each_rank(ending: Ending) -> None:
-    if tuple(map(int, lightning.__version__.split(".")[:2])) < (2, 6):
+    if tuple(map(int, importlib.metadata.version("lightning").split(".")[:2])) < (2, 6):
         pytest.skip("Lightning 2.5 takes no time as val_check_interval")
     ending.run(validate_by_the_clock, ranks=2)

@@ -1,0 +1,148 @@
+"""Global random generators of a process: :func:`capture`, :func:`restore`, and :class:`Generators` of a block.
+
+These are the generators of Python, torch, this process's accelerator, and numpy if the program uses numpy. Captured
+states are plain data and tensors, so that a checkpoint can contain them. Generators that a program has made itself are
+its own matter.
+
+Scripts often seed these generators alike on all ranks: for a permutation of which each rank takes a part, or for the
+numbers of a mixup. A rank that is out of data draws fewer numbers, or others, on dummies. Generators that were equal
+when a block was entered are therefore equal when it is left. The digests travel in the row that ends a block::
+
+    block in which a rank shadowed or ran a dummy     any other block
+    ---------------------------------------------     ---------------
+    row: digests on entering and on leaving           the same
+    broadcast of the states that were equal, and      nothing: plain DDP would not change them either
+    are not any more, if there are any
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+import struct
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from join.collectives import Collective
+
+KINDS = ("python", "torch", "accelerator", "numpy")
+_SIZE_OF_MT19937 = 4 * 625  # bytes: 624 numbers, and the position in them
+_ROW = struct.Struct("<8I")
+_logger = logging.getLogger("join")
+
+
+def used_accelerator() -> Any:
+    """Return torch's module of the accelerator, such as ``torch.cuda``, or ``None`` if this process has not used it."""
+    device = torch.accelerator.current_accelerator()
+    module: Any = None if device is None else torch.get_device_module(device)
+    return module if module is not None and getattr(module, "is_initialized", bool)() else None
+
+
+def capture() -> dict[str, Any]:
+    """Return the state of all generators as plain data and tensors; cheap enough for every step."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (module := used_accelerator()) is not None:
+        state["accelerator"] = module.get_rng_state()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, torch.tensor(keys.astype("int64"), device="cpu"), *rest]
+    return state
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Put generators into captured states. A generator whose state is not given stays as it is."""
+    if "python" in state:
+        random.setstate(state["python"])
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "accelerator" in state and torch.accelerator.device_count():
+        torch.get_device_module().set_rng_state(state["accelerator"])  # takes effect when the device is first used
+    if "numpy" in state and "numpy" in sys.modules:
+        kind, keys, *rest = state["numpy"]
+        sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def _digests() -> list[int]:
+    """Return a digest of each state, 0 for a generator that is not there. This takes 50 microseconds."""
+    version, numbers, gauss = random.getstate()
+    found = [crc32(array("I", numbers), crc32(repr((version, gauss)).encode())), _crc_of(torch.get_rng_state()), 0, 0]
+    if (module := used_accelerator()) is not None:
+        found[2] = _crc_of(module.get_rng_state())
+    if "numpy" in sys.modules:
+        found[3] = _digest_of_numpy(sys.modules["numpy"].random)
+    return found
+
+
+_seen_of_numpy = b"", 0
+"""The last state of numpy's generator and its digest, if it was one that a draw changes: reading a state takes long."""
+
+
+def _digest_of_numpy(generator: Any) -> int:
+    global _seen_of_numpy
+    bits: Any = generator.get_bit_generator() if hasattr(generator, "get_bit_generator") else None
+    is_usual = type(bits).__name__ == "MT19937"
+    raw = ctypes.string_at(bits.ctypes.state_address, _SIZE_OF_MT19937) if is_usual else b""
+    if not (raw and raw == _seen_of_numpy[0]):
+        kind, keys, *rest = generator.get_state()
+        found = crc32(keys, crc32(repr((kind, rest)).encode()))
+        if not raw or rest[1]:  # half of the last draw is left, which the next draw takes without a change of the rest
+            return found
+        _seen_of_numpy = raw, found
+    return _seen_of_numpy[1]
+
+
+def _crc_of(state: torch.Tensor) -> int:
+    return crc32(ctypes.string_at(state.data_ptr(), state.nbytes))  # a tensor has no buffer protocol of its own
+
+
+class Generators:
+    """Global random generators of this rank, as they were on entering a block."""
+
+    size = _ROW.size
+
+    def __init__(self) -> None:
+        self._before = _digests()
+
+    def packed(self) -> bytes:
+        """Return the digests on entering and now as bytes, to be sent to other ranks."""
+        return _ROW.pack(*self._before, *_digests())
+
+    @staticmethod
+    def synchronise(collective: Collective, rows: Sequence[bytes], source: int | None) -> None:
+        """Copy generators that were equal on entering, and are not any more; called on all ranks.
+
+        Args:
+            collective: The ranks.
+            rows: What :meth:`packed` returned on each rank.
+            source: The rank whose generators are copied; ``None`` if all ranks did the same, so that none is.
+        """
+        columns = [set(column) for column in zip(*map(_ROW.unpack, rows), strict=True)]
+        before, after = columns[: len(KINDS)], columns[len(KINDS) :]
+        states = {kind: (len(b) == 1, len(a) == 1) for kind, b, a in zip(KINDS, before, after, strict=True)}
+        apart = [kind for kind, state in states.items() if state == (True, False)]
+        kept = collective.kept
+        if lost := [kind for kind, (entered, _) in states.items() if kind in kept.generators and not entered]:
+            _log_once(collective, lost, "between two Join blocks")
+        if source is None:
+            if apart:
+                _log_once(collective, apart, "in a Join block in which all ranks had data to the end")
+        elif apart:
+            own = capture() if collective.rank == source else {}
+            restore(collective.broadcast_object({kind: own.get(kind) for kind in apart}, source))
+        kept.generators = {kind for kind, (entered, left) in states.items() if left or (entered and source is not None)}
+
+
+def _log_once(collective: Collective, kinds: Sequence[str], where: str) -> None:
+    text = (
+        f"The random generators of {' and '.join(kinds)} were equal on all ranks, and drew different numbers {where}."
+        " Each rank keeps its own. If they have to be equal, seed them again, or draw alike on all ranks."
+    )
+    if collective.rank == 0 and where not in collective.kept.logged:
+        _logger.info(text)
+    collective.kept.logged.add(where)

@@ -1,0 +1,325 @@
+"""State that was equal when a block was entered, and is equal when it is left: :class:`Held`.
+
+Each joinable lists the objects that it stands for, with their values by name (``Joinable.held``): attributes of an
+optimizer, counters of a module, a sample of an EMA copy. On entering, a rank keeps plain values, and digests of others.
+Nothing is sent then. The ranks compare when they leave::
+
+    uneven plain block                               any other block
+    ------------------                               ---------------
+    row                                              row, with a digest of all that has changed
+    in the one copy of all state: the values of      if digests differ: all-gather of digests on entering
+    the last rank with data, with their digests      and now; what was equal on entering, and differs now,
+    on entering; another rank takes those that it    is an error (EMA copies) or one warning (attributes)
+    has entered with, too
+
+A value that is too large, or that cannot be pickled, is left out, and named once in the log.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple, TypeAlias, cast
+from zlib import crc32
+
+import torch
+from typing_extensions import override
+
+from join.agreement import digest, is_same, raise_difference
+from join.collectives import Collective
+from join.collectives.base import as_bytes
+from join.errors import described
+from join.transfer import Exchange, why_unlike
+
+PLAIN = frozenset({bool, int, float, complex, str, type(None)})
+"""Types of values that are sent and compared as they are."""
+CONTAINERS = (list, tuple, set, frozenset, deque)
+LARGEST = 2**20  # bytes of a value, besides tensors
+_LARGEST_TENSOR = 2**14  # bytes of a tensor that is compared; of a larger one, its last row is
+_METHOD = "it holds a method"
+_AT_END = 6  # stack level of the user's with statement
+_logger = logging.getLogger("join")
+
+
+class Part(NamedTuple):
+    """Values of one object.
+
+    Attributes:
+        name: The name of the object, for texts.
+        values: The values by name. Tensors in them are copied in place.
+        load: A function that takes new values by name; ``None`` if the values are only compared.
+        known: A function that returns tensors which are not part of the values, such as parameters. A value refers to
+            them by their numbers.
+        is_required: Whether a difference after an even block is an error.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    load: Callable[[Mapping[str, Any]], object] | None
+    known: Callable[[], Sequence[torch.Tensor]] = list
+    is_required: bool = False
+
+
+class Holder(NamedTuple):
+    """Value that contains objects with values of their own, which are parts themselves."""
+
+    value: Any
+
+
+# -- values as bytes ---------------------------------------------------------------------------------------------------
+
+
+class Unfit(Exception):
+    """A value cannot be sent or digested."""
+
+
+class _Packer(pickle.Pickler):
+    """Pickler that puts tensors aside, and refers to known ones by their numbers."""
+
+    def __init__(self, file: io.BytesIO, known: Sequence[torch.Tensor], *, is_digested: bool) -> None:
+        super().__init__(file, 5)
+        self.fast = is_digested  # so that the bytes do not depend on which values are one object
+        self._known, self.tensors = {id(tensor): number for number, tensor in enumerate(known)}, list[torch.Tensor]()
+
+    @override
+    def reducer_override(self, obj: Any, /) -> Any:
+        if isinstance(obj, torch.Tensor):
+            if id(obj) in self._known:
+                return _known, (self._known[id(obj)],)
+            self.tensors.append(obj)
+        why = why_unlike(obj) if isinstance(obj, torch.Tensor) else _METHOD if isinstance(obj, MethodType) else ""
+        if why:
+            raise Unfit(why)
+        return (_tensor, (len(self.tensors) - 1,)) if isinstance(obj, torch.Tensor) else NotImplemented
+
+
+def _known(number: int) -> Any:
+    """Stand for a known tensor in a pickle."""
+
+
+def _tensor(number: int) -> Any:
+    """Stand for another tensor in a pickle."""
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._places = {"_tensor": tensors.__getitem__, "_known": known.__getitem__}
+
+    @override
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        place = self._places.get(global_name) if module_name == __name__ else None
+        return place or super().find_class(module_name, global_name)
+
+
+Packed = tuple[bytes, list[torch.Tensor]]
+"""A value as bytes, and the tensors in it."""
+
+
+def pack(
+    value: Any, known: Sequence[torch.Tensor] = (), *, limit: int | None = None, is_digested: bool = False
+) -> Packed:
+    """Return a value as bytes and tensors.
+
+    Args:
+        value: The value.
+        known: Tensors of which :func:`unpack` gets those of the other rank, such as the parameters of an optimizer.
+        limit: The size in bytes that the value may have, besides tensors.
+        is_digested: Whether the bytes are for a digest.
+
+    Raises:
+        Unfit: If the value is too large, or cannot be pickled.
+    """
+    if limit is not None and is_larger(value, limit):
+        why = f"it takes more than {limit >> 20} MiB"
+        raise Unfit(why)
+    file = io.BytesIO()
+    packer = _Packer(file, known, is_digested=is_digested)
+    try:
+        packer.dump(value)
+    except Exception as error:  # of code of the user's
+        raise Unfit(str(error) if isinstance(error, Unfit) else described(error)) from error
+    return file.getvalue(), packer.tensors
+
+
+def unpack(packed: Packed, known: Sequence[torch.Tensor] = ()) -> Any:
+    """Return the value that :func:`pack` made bytes of, with these tensors in it."""
+    return _Unpacker(*packed, known).load()
+
+
+def is_larger(value: Any, limit: int) -> bool:
+    """Return whether a value takes more bytes, by the lengths of its containers. Tensors do not count."""
+    values, total = [value], 0
+    while values and total <= limit:
+        each = values.pop()
+        if isinstance(each, (str, bytes, bytearray)):
+            total += len(each)
+        elif isinstance(each, (dict, *CONTAINERS)):
+            total += 16 * len(cast("Sequence[Any]", each))
+            if total <= limit:
+                inside = cast("Iterable[Any]", each.values() if isinstance(each, dict) else each)
+                values += [one for one in inside if type(one) not in PLAIN or type(one) is str]
+        elif not isinstance(each, torch.Tensor):
+            total += getattr(each, "nbytes", 16)  # of an array of numpy
+    return total > limit
+
+
+def _fingerprint(value: Any, known: Sequence[torch.Tensor]) -> Any:
+    """Return a plain value itself, and a number that stands for any other value."""
+    if isinstance(value, Holder):
+        return type(value.value).__name__
+    if isinstance(value, (set, frozenset)):  # which each rank may hold in another order
+        value = sorted(map(repr, cast("Iterable[Any]", value)))
+    data, tensors = pack(value, known, limit=LARGEST, is_digested=True)
+    return crc32(repr([_of_tensor(tensor) for tensor in tensors]).encode(), crc32(data))
+
+
+def _of_tensor(tensor: torch.Tensor) -> Any:
+    """Return its shape and dtype, and a checksum of it, or of its last row: reading a tensor must not take long."""
+    shape = tuple(tensor.shape), tensor.dtype
+    while tensor.nbytes > _LARGEST_TENSOR:
+        tensor = tensor[-1]
+    if not (tensor.is_cpu and tensor.nbytes):
+        return shape
+    data = bytearray(tensor.nbytes)
+    torch.frombuffer(data, dtype=torch.uint8).copy_(as_bytes(tensor.detach().contiguous()))
+    return shape, crc32(data)
+
+
+# -- a block -----------------------------------------------------------------------------------------------------------
+
+_Key: TypeAlias = tuple[str, str]
+"""The name of a part, and the name of a value in it."""
+
+
+class Held:
+    """Values that the objects of a block had on entering it.
+
+    Args:
+        parts: A function that returns the present values of all objects.
+        own: The names of attributes that each rank has for itself, as ``own_attributes`` of ``Join``.
+        collective: The ranks.
+    """
+
+    def __init__(self, parts: Callable[[], Iterable[Part]], own: Sequence[str], collective: Collective) -> None:
+        self._parts, self._own, self._collective = parts, frozenset(own), collective
+        self._before = self._after = self._fingerprints()
+
+    def _items(self) -> Iterator[tuple[_Key, Part, Any]]:
+        """Yield all values that are not each rank's own, with their parts."""
+        own = self._own
+        for part in self._parts():
+            for name, value in part.values.items():
+                if not (own and (name in own or f"{part.name}.{name}" in own)):
+                    yield (part.name, name), part, value
+
+    def _fingerprints(self) -> dict[_Key, Any]:
+        found: dict[_Key, Any] = {}
+        for key, part, value in self._items():
+            try:
+                found[key] = value if type(value) in PLAIN else _fingerprint(value, part.known())
+            except Unfit as why:
+                self._leave_out(key, why)
+        return found
+
+    def _leave_out(self, key: _Key, why: Unfit) -> None:
+        name, logged = ".".join(key), self._collective.kept.logged
+        if name not in logged:
+            logged.add(name)
+            _logger.warning("Join leaves out %s, which may differ between ranks after a block: %s.", name, why)
+
+    # -- after an even block ------------------------------------------------------------------------------------------
+
+    def digest_of_changes(self) -> int:
+        """Return a digest of what has changed since entering; 0 if nothing has."""
+        before, self._after, logged = self._before, self._fingerprints(), self._collective.kept.logged
+        if before == self._after:
+            return 0
+        changed = [
+            (key, repr(value)) for key, value in self._after.items() if repr(before.get(key, ...)) != repr(value)
+        ]
+        changed = [each for each in changed if ".".join(each[0]) not in logged]
+        return digest(repr(changed)) if changed else 0
+
+    def compare(self) -> Callable[[], None]:
+        """Compare what ranks hold that all made the same steps; called on all ranks if the digests differ.
+
+        Returns:
+            A function that warns of attributes that were equal on entering, and are not any more.
+
+        Raises:
+            ProtocolError: If values that have to be equal were, and are not any more. All ranks raise it.
+        """
+        rows: list[tuple[dict[_Key, Any], dict[_Key, Any]]]
+        rows = self._collective.all_gather_object((self._before, self._after))
+        keys = dict.fromkeys(key for row in rows for held in row for key in held)
+        apart = [
+            key
+            for key in keys
+            if _are_same(key[1], [before.get(key, ...) for before, _ in rows])
+            and not _are_same(key[1], [after.get(key, ...) for _, after in rows])
+        ]
+        required = {key for key, part, _ in self._items() if part.is_required}
+        raise_difference(
+            {
+                rank: [(of, {name: after.get((of, name))}) for of, name in apart if (of, name) in required]
+                for rank, (_, after) in enumerate(rows)
+            }
+        )
+        logged = self._collective.kept.logged
+        new = [key for key in apart if ".".join(key) not in logged]
+        logged |= set(map(".".join, new))
+        texts = [f"{'.'.join(key)} is now {_listed([after.get(key) for _, after in rows])}" for key in new]
+        return partial(_warn, [name for _, name in new], texts)
+
+    # -- after an uneven block ----------------------------------------------------------------------------------------
+
+    def exchange(self, source: int) -> Exchange:
+        """Take from rank ``source`` the values that this rank has entered the block with, too."""
+        own: dict[_Key, Any] = {}
+        for key, part, value in self._items():
+            if part.load is None or (isinstance(value, Holder) and self._before.get(key) == _fingerprint(value, ())):
+                continue
+            try:
+                value = value.value if isinstance(value, Holder) else value
+                own[key] = value if type(value) in PLAIN else pack(value, part.known(), limit=LARGEST)
+            except Unfit as why:
+                self._leave_out(key, why)
+        inbox = yield {key: (self._before.get(key, ...), value) for key, value in own.items()}
+        received = cast("dict[_Key, tuple[Any, Any]]", inbox.skeleton)
+        filled = {key: inbox.fill(value, own.get(key), keeps=inbox.keeps) for key, (_, value) in received.items()}
+        yield ""
+        if self._collective.rank == source or inbox.keeps:
+            return
+        for part in self._parts():  # again, since an object may have been replaced meanwhile
+            values = {
+                name: unpack(cast("Packed", value), part.known()) if isinstance(value, tuple) else value
+                for (of, name), value in filled.items()
+                if of == part.name and is_same(name, received[of, name][0], self._before.get((of, name), ...))
+            }
+            if values and part.load is not None:
+                part.load(values)
+
+
+def _are_same(name: str, values: Sequence[Any]) -> bool:
+    return all(is_same(name, values[0], value) for value in values)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+
+
+def _warn(names: Sequence[str], texts: Sequence[str]) -> None:
+    if texts:
+        warnings.warn(
+            f"{'; '.join(texts)}. All ranks entered the Join block with the same value. Change it alike on all ranks,"
+            " even if join.shadowing is true. If each rank has a value of its own, write Join(...,"
+            f" own_attributes={sorted(set(names))}).",
+            stacklevel=_AT_END,
+        )

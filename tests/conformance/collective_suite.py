@@ -195,8 +195,8 @@ def check_transfer(collective: Collective) -> None:
 
 
 def check_kept(collective: Collective) -> None:
-    collective.kept.agreed[-1] = "kept"
-    assert collective.kept.agreed.pop(-1) == "kept"
+    collective.kept.agreed.add(-1)
+    collective.kept.agreed.remove(-1)
 
 
 def check_join(collective: Collective) -> None:

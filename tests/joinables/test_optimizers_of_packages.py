@@ -21,7 +21,7 @@ from tests.training import assert_same, batch, build, flat_state
 
 EPOCHS = ((2, 5, 0), (4, 3, 6))  # numbers of batches
 RANKS = 3
-NEEDS_ARGUMENTS = {"Ranger21": {"num_iterations": 11}}
+NEEDS_ARGUMENTS: dict[str, dict[str, float]] = {"Ranger21": {"num_iterations": 11}}
 
 
 def names_in(package: str) -> list[str]:

@@ -138,6 +138,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, metavar="N", help="no more than so many of these")
     options = parser.parse_args()
     chosen = [mutant for mutant in all_mutants() if any(options.only in part for part in mutant)][: options.most]
+    if not chosen:
+        parser.error(f"--only={options.only}: no mutant has this text. Pass a part of a path, of code or of a test.")
     verdicts: list[str] = []
     for name in ("torch.distributed.fsdp", "torch._dynamo"):  # once, for all tests: it takes seconds of processor time
         importlib.import_module(name)

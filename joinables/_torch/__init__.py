@@ -19,7 +19,7 @@ require(
         "torch._utils": ("_flatten_dense_tensors",),
         "torch.autograd": ("_unsafe_preserve_version_counter",),
         "torch.autograd:Variable._execution_engine": ("queue_callback",),
-        "torch:Tensor": ("_backward_hooks", "_version"),
+        "torch:Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
         "torch.distributed:Reducer": (
             "_autograd_hook",
             "_check_reducer_finalized",

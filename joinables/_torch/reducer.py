@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -48,6 +49,7 @@ ARGUMENTS = {
 NO_MEANS = ("ddp_zero_hook", "debugging_hooks", "optimizer_overlap_hooks", "post_localSGD_hook")
 """Modules of torch's comm hooks that leave no mean over ranks in the gradients, or step an optimizer."""
 
+_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _MORE_OFTEN = "training graph has changed"  # in the reducer's error about a gradient that arrives too often
 
 
@@ -243,6 +245,11 @@ def expect_backward(ddp: DistributedDataParallel, outputs: Sequence[torch.Tensor
     """
     find_unused = ddp.find_unused_parameters and not ddp.static_graph
     ddp.reducer.prepare_for_backward(list(outputs) if find_unused else [])
+
+
+def have_hooks(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Return whether a hook is called when the gradient of a parameter is accumulated. Replaces a query."""
+    return any(map(_HOOKS, parameters))
 
 
 def has_finished(ddp: DistributedDataParallel) -> bool:

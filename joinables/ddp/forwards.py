@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -44,11 +44,11 @@ class Arrivals:
     """Hooks on the nodes that accumulate the gradients of a DDP module's parameters, as its reducer has them.
 
     Registering a hook costs as much as several calls of it. So the hooks stay with the module, which keeps the nodes
-    alive. Outside of blocks they do nothing.
+    alive. Outside of blocks they do nothing. They end with it, since other modules may wrap the same parameters.
     """
 
     def __init__(self) -> None:
-        self._is_watching = self._needs_zeros = False
+        self._is_watching = False
         self.begin: Callable[[], None] | None = None
         """Called at the first gradient of a backward; ``None`` outside of blocks."""
         self.task = -1
@@ -56,26 +56,29 @@ class Arrivals:
         self.factor = 1.0
         """The number that multiplies the gradients of the current backward. It is 0 on a dummy, and if a batch has the
         weight 0. For a comm hook, it turns each gradient into a part of the mean."""
+        self.drops = False
+        """Whether a gradient of factor 0 becomes ``None``, which costs less than zeros: the reducer adds 0 for it, and
+        writes the result into ``grad`` at the end."""
 
     def watch(
-        self, parameters: Sequence[torch.nn.Parameter], begin: Callable[[], None], *, has_comm_hook: bool
+        self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], begin: Callable[[], None]
     ) -> None:
         """Watch the parameters until the block is left; called before its first forward.
 
         Args:
-            parameters: The parameters.
+            ddp: The module.
+            parameters: Its parameters.
             begin: Called at the first gradient of a backward.
-            has_comm_hook: Whether gradients pass through a comm hook, in which an optimizer may already step.
         """
-        self.begin, self.task, self._needs_zeros = begin, -1, has_comm_hook
+        self.begin, self.task = begin, -1
         if not self._is_watching:
             self._is_watching = True
-            for node in accumulators(parameters):
-                node.register_prehook(self._arrive)
+            handles = [node.register_prehook(self._arrive) for node in accumulators(parameters)]
+            finalize(ddp, _remove_all, handles).atexit = False
 
     def leave(self) -> None:
         """Do nothing from here on; called when the block is left."""
-        self.begin, self.factor = None, 1.0
+        self.begin, self.factor, self.drops = None, 1.0, False
 
     def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None] | None:
         """Find a backward, and multiply a gradient; called before each gradient arrives at its parameter."""
@@ -84,9 +87,13 @@ class Arrivals:
         if self.factor == 1.0 or (gradient := gradients[0]) is None:  # SyncBatchNorm passes None for an empty batch
             return None
         if not self.factor:  # even a gradient of NaN is gone
-            # For None, which costs less, the reducer adds 0, and writes the result into `grad` at the end.
-            return (torch.zeros_like(gradient) if self._needs_zeros else None,)
+            return (None if self.drops else torch.zeros_like(gradient),)
         return (gradient * self.factor,)
+
+
+def _remove_all(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 _arrivals: WeakKeyDictionary[DistributedDataParallel, Arrivals] = WeakKeyDictionary()
@@ -194,8 +201,7 @@ class Forwards:
             self._buffers.notice_new_shapes()
         if torch.is_grad_enabled():
             if self.arrivals.begin is None:  # a rank without data needs no hooks
-                has_comm_hook = reducer.has_comm_hook(self._ddp)
-                self.arrivals.watch(self._parameters, self._arrive_first, has_comm_hook=has_comm_hook)
+                self.arrivals.watch(self._ddp, self._parameters, self._arrive_first)
             self._on_forward()
         if watches:
             self.inner.begin(arguments)

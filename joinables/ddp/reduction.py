@@ -300,7 +300,8 @@ class GradientSync(DDPBurst):
                 )
             if weight is not None:
                 window.weight, window.unit = (window.weight or 0.0) + weight, channel.scaling.unit
-        self._forwards.arrivals.factor = 0.0 if weight == 0 else 1.0
+        arrivals = self._forwards.arrivals
+        arrivals.factor, arrivals.drops = 0.0 if weight == 0 else 1.0, False
         window.backwards += 1
         if in_loop or not self.is_pending:
             mean = self._means.choose()
@@ -310,6 +311,10 @@ class GradientSync(DDPBurst):
             )
         if self._forwards.reduces_next or synchronised:
             self._mean = mean
+            if not arrivals.factor:
+                # Hooks read `grad` before the result is in it. A batch of weight 0 uses a parameter, unlike a dummy.
+                is_seen = self._has_comm_hook or not channel.place.step.is_dummy or reducer.have_hooks(self._parameters)
+                arrivals.drops = not is_seen
             self._begin_reduction(in_loop)
             return
         if window.sample is None and not in_loop:

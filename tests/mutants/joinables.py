@@ -811,7 +811,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "        self.begin, self.factor = None, 1.0",
+        "        self.begin, self.factor, self.drops = None, 1.0, False",
         "        self.begin = None",
         "tests/joinables/ddp/test_hooks_on_parameters.py::test_as_one_process[True-False]",
     ),
@@ -823,8 +823,26 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "torch.zeros_like(gradient) if self._needs_zeros else None",
+        "None if self.drops else torch.zeros_like(gradient)",
         "None",
         "tests/joinables/ddp/test_arguments.py::test_a_listed_optimizer_that_steps_inside_the_backward",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        " or reducer.have_hooks(self._parameters)",
+        "",
+        "tests/joinables/ddp/test_hooks_on_parameters.py::test_a_dummy_has_gradients_to_read",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "self._has_comm_hook or not channel.place.step.is_dummy or",
+        "self._has_comm_hook or",
+        "tests/joinables/ddp/test_weight.py::test_a_parameter_that_only_a_batch_of_weight_0_uses",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "            finalize(ddp, _remove_all, handles).atexit = False\n",
+        "",
+        "tests/joinables/ddp/test_hooks_on_parameters.py::test_hooks_end_with_the_module_that_wraps",
     ),
 ]

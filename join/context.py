@@ -345,8 +345,9 @@ class Join:
                 for joinable in self._joinables:
                     if joinable.needs_scale:
                         joinable.check_divisor(divided_over)
-            divisor = "the number by which the engine divides the sum over ranks: the world size, or 1 if it sums"
-            divided_over = checked_number("divided_over", divided_over, divisor, is_positive=True)
+            else:
+                divisor = "the number by which the engine divides the sum over ranks: the world size, or 1 if it sums"
+                divided_over = checked_number("divided_over", divided_over, divisor, is_positive=True)
             factor = factor_in_loop(step, divided_over * self._divisor)
             return scaled(loss, factor) if block.is_alone else block.channel.scaling.scale(loss, factor)
         if self._is_in_loop or divided_over is not None:

@@ -1207,4 +1207,10 @@ MUTANTS = [
         "for late in lane.late[-1:] if not late.is_completed()]",
         "tests/join/collectives/test_line.py::test_gloo",
     ),
+    Mutant(
+        "join/protocol/channel.py",
+        "        self.headers.leader = 0  # in the block around it",
+        "        # in the block around it",
+        "tests/joinables/ddp/test_buffers.py::test_statistics_after_an_inner_block_that_another_rank_led",
+    ),
 ]

@@ -173,6 +173,25 @@ def test_statistics_in_a_plain_block_inside_a_loop(pool: Pool) -> None:
     assert_statistics(pool.run(train_in_an_inner_block, ranks=2), [(0, 0), (0, 0), (1, 1), (1, 1)])
 
 
+def train_around_an_inner_block(rank: int) -> dict[str, torch.Tensor]:
+    """Only rank 1 has data in the inner block, which copies its state. All ranks have data in the steps after it."""
+    module = build("norm")
+    outer, inner = DistributedDataParallel(module), DistributedDataParallel(build("mlp"))
+    with Join([outer]):
+        for step in range(3):
+            outer(batch(rank, 0, step)[0]).sum().backward()
+            outer.zero_grad()
+            if step == 0:
+                with Join([inner]):
+                    for _ in range(rank):
+                        inner(batch(rank, 0, step)[0]).sum().backward()
+    return dict(module.named_buffers())
+
+
+def test_statistics_after_an_inner_block_that_another_rank_led(pool: Pool) -> None:
+    assert_statistics(pool.run(train_around_an_inner_block, ranks=2), [(1, 0), (0, 1), (0, 2)])
+
+
 def grow_without_grad(rank: int) -> str:
     model = DistributedDataParallel(Grows(0.0))
     batches = [torch.ones(length, 2) for length in ((1, 3), (1,), (1, 3, 3))[rank]]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from contextlib import nullcontext
+from types import FrameType
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,3 +69,58 @@ def train(rank: int, iterates: bool, compiled: bool) -> list[torch.Tensor]:
 def test_as_one_process(pool: Pool, iterates: bool, compiled: bool) -> None:
     for found in pool.run(train, iterates, compiled, ranks=3):
         torch.testing.assert_close(found, alone(), atol=10 * TOLERANCE, rtol=1e-4)
+
+
+def reads_gradients(rank: int) -> tuple[int, list[float], list[torch.Tensor]]:
+    """A step of two micro-batches, in which a hook sums the norms of gradients over ranks as they are accumulated."""
+    group = cast("dist.ProcessGroup", dist.new_group())
+    ddp = DistributedDataParallel(build("mlp"))
+    calls, norms = list[int](), list[float]()
+
+    def monitor(parameter: torch.Tensor) -> None:
+        dist.all_reduce(cast("torch.Tensor", parameter.grad).norm(), group=group)
+        calls.append(1)
+
+    for parameter in ddp.parameters():
+        parameter.register_post_accumulate_grad_hook(monitor)
+    with Join([ddp]) as join:
+        for x, _ in join.iterate([batch(0, 0, step) for step in range(0 if rank else 2)], window=2):
+            with nullcontext() if join.ends_window else ddp.no_sync():
+                join.scale(ddp(x).sum()).backward()
+            norms.append(sum(cast("torch.Tensor", each.grad).norm().item() for each in ddp.parameters()))
+    return len(calls), norms, [cast("torch.Tensor", parameter.grad) for parameter in ddp.parameters()]
+
+
+def test_a_dummy_has_gradients_to_read(pool: Pool) -> None:
+    (calls, norms, first), (others, dummies, second) = pool.run(reads_gradients, ranks=2)
+    assert calls == others == 2 * len(first)
+    assert norms[0] > 0 == dummies[0]
+    assert norms[1] == dummies[1] > 0
+    torch.testing.assert_close(first, second)
+
+
+def calls_after_wrapping(rank: int) -> list[int]:
+    """Wrap a module several times, each time before the wrapper of before is gone, and count the calls of hooks."""
+    module, counts = build("mlp"), list[int]()
+    for _ in range(3):
+        ddp = DistributedDataParallel(module)
+        with Join([ddp]):
+            ddp(batch(rank, 0, 0)[0]).sum().backward()
+        called = list[str]()
+
+        def record(frame: FrameType, event: str, argument: object, called: list[str] = called) -> None:
+            if event == "call" and frame.f_code.co_filename.endswith("forwards.py"):
+                called.append(frame.f_code.co_name)
+
+        loss = module(batch(rank, 0, 0)[0]).sum()
+        sys.setprofile(record)
+        loss.backward()
+        sys.setprofile(None)
+        counts.append(len(called))
+    return counts
+
+
+def test_hooks_end_with_the_module_that_wraps(pool: Pool) -> None:
+    parameters = len(list(build("mlp").parameters()))
+    for counts in pool.run(calls_after_wrapping, ranks=2):
+        assert counts == [parameters] * 3

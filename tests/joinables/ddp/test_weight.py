@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
@@ -227,3 +228,40 @@ def train_many(batches: Any, rank: int, ranks: int) -> Any:
 def test_many_modules_in_one_backward(equals_one_process: Callable[..., None]) -> None:
     batches = [torch.randn(size, 5) for size in (3, 1, 4, 2, 5, 2)]
     equals_one_process(train_many, batches, counts=[(5, 0, 1)])
+
+
+class Either(torch.nn.Module):
+    """Two layers, of which each batch uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([build("mlp"), build("mlp")])
+
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        return self.layers[index](x)
+
+
+def only_weight_0_uses(rank: int, iterates: bool) -> dict[str, torch.Tensor]:
+    """Only a batch of weight 0 uses one of the layers, whose weights decay nevertheless."""
+    ddp = DistributedDataParallel(Either(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.5)
+    rows = [(batch(rank, 0, 0)[0], rank)] if rank < 2 else []
+    with Join([ddp, optimizer]) as join:
+        for x, index in join.iterate(rows, weigh=operator.itemgetter(1), dummy="last") if iterates else rows:
+            if not iterates:
+                join.weight = index
+            optimizer.zero_grad()
+            join.scale(ddp(x, index).pow(2).mean()).backward()
+            optimizer.step()
+    return flat_state(ddp.module.state_dict())
+
+
+@pytest.mark.parametrize("iterates", [False, True])
+def test_a_parameter_that_only_a_batch_of_weight_0_uses(pool: Pool, iterates: bool) -> None:
+    model = Either()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    losses = [model(batch(rank, 0, 0)[0], rank).pow(2).mean() for rank in range(2)]
+    (0 * losses[0] + losses[1]).backward()
+    optimizer.step()
+    for state in pool.run(only_weight_0_uses, iterates):
+        assert_same(state, flat_state(model.state_dict()), TOLERANCE)

@@ -1,4 +1,4 @@
-"""Checks before this package imports anything else: another module in the place of ``join``, and a needless warning.
+"""Checks before this package imports anything else: a module that hides ``join``, and a needless warning.
 
 Raises:
     ImportError: If a file or folder beside the script hides the package ``join``.

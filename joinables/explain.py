@@ -1,6 +1,6 @@
 """Explanation of an error by its code: ``python -m joinables explain J441``.
 
-The texts are those of the page of errors, which ``python -m docs.errors`` writes into this package, too.
+The texts are on the page of errors, which ``python -m docs.errors`` writes into this package, too.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A text ends at its end token, so ranks make different numbers of forwards, and each forward of a sharded model gathers
 parameters from all ranks. `generate(synced_gpus=True)` continues until all ranks are done with their batch. With
 `join.iterate`, all ranks call `generate` equally often: a rank that has run out of prompts generates from its last
-prompts again, or from those of another rank. Drop these texts: `join.shadowing` is true.
+prompts again, or from prompts of another rank. Drop these texts: `join.shadowing` is true.
 """
 
 from collections.abc import Iterable

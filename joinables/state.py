@@ -409,5 +409,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def rate_of(groups: Sequence[Mapping[str, Any]]) -> float:
     """Return the learning rate, as the sum over groups; 0 if reading it would make the host wait for a device."""
-    rates: list[Any] = [group.get("lr", 0.0) for group in groups]
-    return float(sum(0.0 if isinstance(rate, torch.Tensor) and not rate.is_cpu else rate for rate in rates))
+    total = 0.0
+    for group in groups:
+        rate = group.get("lr", 0.0)
+        if not isinstance(rate, torch.Tensor) or rate.is_cpu:  # reading it would wait for the device
+            total += float(rate)
+    return total

@@ -30,9 +30,9 @@ POLLS |= {"_arrive"}  # called for each parameter
 MEASURED = 6  # the step, counted from 0, in which both ranks are past their first ones
 LIMITS = {
     # calls, files, crossings; the exit is that of the rank that runs out first: four shadowed steps, and the end
-    ("step", ""): (27, 10, 21),
-    ("step", "norm"): (40, 11, 28),
-    ("step", "weighed"): (47, 13, 32),
+    ("step", ""): (28, 10, 21),
+    ("step", "norm"): (42, 11, 28),
+    ("step", "weighed"): (49, 13, 32),
     ("exit", ""): (316, 25, 140),
     ("exit", "norm"): (394, 27, 182),
     ("exit", "weighed"): (334, 26, 153),

@@ -817,7 +817,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "        self.begin, self.factor, self.drops = None, 1.0, False",
+        "        self.begin, self.factor = None, 1.0",
         "        self.begin = None",
         "tests/joinables/ddp/test_hooks_on_parameters.py::test_as_one_process[True-False]",
     ),

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import join
+from join.rounds import Options
 
 SENDS = {
     *(
@@ -33,9 +34,9 @@ SENDS = {
 }
 """The methods of ``Collective``, ``Line`` and ``Messages`` that send something."""
 _OTHERS = tuple(
-    f"join.{name}" for name in ("collectives", "report", "failure.w", "options", "scaling", "mean", "errors")
+    f"join.{name}" for name in ("collectives", "report", "failure.w", "scaling", "mean", "errors")
 )
-# which carry messages, watch and explain in another thread, hold arguments, or are called by the body of a loop
+# which carry messages, watch and explain in another thread, or are called by the body of a loop
 
 
 class Reached:
@@ -62,7 +63,8 @@ class Reached:
         owner = frame.f_locals.get("self")
         for each in (owner, getattr(owner, "place", None)):
             attributes: dict[str, Any] = getattr(each, "__dict__", {})
-            for name, value in attributes.items() if type(each).__module__ in self._names else ():
+            is_state = type(each).__module__ in self._names and not isinstance(each, Options)
+            for name, value in attributes.items() if is_state else ():
                 if isinstance(value, (bool, Enum)):
                     self._values[type(each).__name__, name].add(value)
         return self._in

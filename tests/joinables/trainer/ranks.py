@@ -37,7 +37,8 @@ def free_port() -> int:
     """A port below those that the system gives to others meanwhile."""
     while True:
         with socket.socket() as one, suppress(OSError):
-            one.bind(("127.0.0.1", random.randrange(20000, 30000)))
+            # Not of the global generator: a fit seeds it, in tests that run at once alike.
+            one.bind(("127.0.0.1", random.SystemRandom().randrange(20000, 30000)))
             return one.getsockname()[1]
 
 

@@ -402,7 +402,7 @@ def odd_attributes(rank: int) -> dict[str, Any]:
     history, generator = list[int](), torch.Generator().manual_seed(3)
     optimizer.history, optimizer.generator, optimizer.groups = [history], generator, optimizer.param_groups
     optimizer.table, optimizer.space, optimizer.call = {module: 1}, SimpleNamespace(of=module), partial(id, module)
-    optimizer.config, optimizer.pair, optimizer.ids, optimizer.last = OddConfig(), None, None, None
+    vars(optimizer).update(config=OddConfig(), pair=None, ids=None, last=None)
     optimizer.wide, optimizer.turned = torch.ones(1).expand(3), torch.ones(2, dtype=torch.complex64).conj()
     data = list(torch.arange(1.0, 1 + 4 * 12).reshape(4, 4, 3)[: 2 + 2 * rank] * (rank + 1))
     copies = [x.clone() for x in data]

@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from join.agreement import digest, is_same, raise_difference
 from join.collectives import Collective
+from join.collectives._torch_private import may_receive
 from join.collectives.base import as_bytes
 from join.errors import described
 from join.transfer import Exchange, why_unlike
@@ -42,7 +43,7 @@ PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 CONTAINERS = (list, tuple, set, frozenset, deque)
 LARGEST = 2**20  # bytes of a value, besides tensors
 _LARGEST_TENSOR = 2**14  # bytes of a tensor that is compared; of a larger one, its last row is
-_METHOD = "it holds a method"
+_LEFT_OUT = "left out"
 _AT_END = 6  # stack level of the user's with statement
 _logger = logging.getLogger("join")
 
@@ -52,7 +53,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: The name of the object, for texts.
-        values: The values by name. Tensors in them are copied in place.
+        values: The values by name. Tensors in them that the object writes in place are copied in place.
         load: A function that takes new values by name; ``None`` if the values are only compared.
         known: A function that returns tensors which are not part of the values, such as parameters. A value refers to
             them by their numbers.
@@ -82,8 +83,11 @@ class Unfit(Exception):
 class _Packer(pickle.Pickler):
     """Pickler that puts tensors aside, and refers to known ones by their numbers."""
 
-    def __init__(self, file: io.BytesIO, known: Sequence[torch.Tensor], *, is_digested: bool) -> None:
+    def __init__(
+        self, file: io.BytesIO, known: Sequence[torch.Tensor], *, is_digested: bool, is_attribute: bool
+    ) -> None:
         super().__init__(file, 5)
+        self._is_attribute = is_attribute
         self.fast = is_digested  # so that the bytes do not depend on which values are one object
         self._known, self.tensors = {id(tensor): number for number, tensor in enumerate(known)}, list[torch.Tensor]()
 
@@ -93,10 +97,17 @@ class _Packer(pickle.Pickler):
             if id(obj) in self._known:
                 return _known, (self._known[id(obj)],)
             self.tensors.append(obj)
-        why = why_unlike(obj) if isinstance(obj, torch.Tensor) else _METHOD if isinstance(obj, MethodType) else ""
-        if why:
+        if why := self._why_unfit(obj):
             raise Unfit(why)
         return (_tensor, (len(self.tensors) - 1,)) if isinstance(obj, torch.Tensor) else NotImplemented
+
+    def _why_unfit(self, obj: Any) -> str:
+        if isinstance(obj, torch.Tensor):
+            is_seen_as_it_is = not (self._is_attribute and (obj.is_conj() or obj.is_neg() or obj.is_quantized))
+            return why_unlike(obj) or ("" if is_seen_as_it_is else "its bytes are not those of its elements")
+        if isinstance(obj, torch.nn.Module) and self._is_attribute:
+            return "it holds a module, of which another rank would get a copy beside its own"
+        return "it holds a method" if isinstance(obj, MethodType) else ""
 
 
 def _known(number: int) -> Any:
@@ -130,7 +141,7 @@ def pack(
     Args:
         value: The value.
         known: Tensors of which :func:`unpack` gets those of the other rank, such as the parameters of an optimizer.
-        limit: The size in bytes that the value may have, besides tensors.
+        limit: The size in bytes that the value of an attribute may have, besides tensors. ``None`` for state.
         is_digested: Whether the bytes are for a digest.
 
     Raises:
@@ -140,9 +151,9 @@ def pack(
         why = f"it takes more than {limit >> 20} MiB"
         raise Unfit(why)
     file = io.BytesIO()
-    packer = _Packer(file, known, is_digested=is_digested)
+    packer = _Packer(file, known, is_digested=is_digested, is_attribute=limit is not None)
     try:
-        packer.dump(value)
+        packer.dump(_ordered(value) if is_digested else value)
     except Exception as error:  # of code of the user's
         raise Unfit(str(error) if isinstance(error, Unfit) else described(error)) from error
     return file.getvalue(), packer.tensors
@@ -166,16 +177,24 @@ def is_larger(value: Any, limit: int) -> bool:
                 inside = cast("Iterable[Any]", each.values() if isinstance(each, dict) else each)
                 values += [one for one in inside if type(one) not in PLAIN or type(one) is str]
         elif not isinstance(each, torch.Tensor):
-            total += getattr(each, "nbytes", 16)  # of an array of numpy
+            total += each.nbytes if hasattr(cast("Any", type(each)), "nbytes") else 16  # of an array of numpy
     return total > limit
+
+
+def _ordered(value: Any) -> Any:
+    """Return a value with a list for each set in it, which each rank may hold in another order."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, cast("Iterable[Any]", value)))
+    if type(value) is dict:
+        held = cast("dict[Any, Any]", value)
+        return dict(zip(held, map(_ordered, held.values()), strict=True))
+    return [*map(_ordered, cast("Iterable[Any]", value))] if type(value) in (list, tuple) else value
 
 
 def _fingerprint(value: Any, known: Sequence[torch.Tensor]) -> Any:
     """Return a plain value itself, and a number that stands for any other value."""
     if isinstance(value, Holder):
         return type(value.value).__name__
-    if isinstance(value, (set, frozenset)):  # which each rank may hold in another order
-        value = sorted(map(repr, cast("Iterable[Any]", value)))
     data, tensors = pack(value, known, limit=LARGEST, is_digested=True)
     return crc32(repr([_of_tensor(tensor) for tensor in tensors]).encode(), crc32(data))
 
@@ -226,6 +245,7 @@ class Held:
                 found[key] = value if type(value) in PLAIN else _fingerprint(value, part.known())
             except Unfit as why:
                 self._leave_out(key, why)
+                found[key] = _LEFT_OUT, self._collective.rank  # which no other rank has
         return found
 
     def _leave_out(self, key: _Key, why: Unfit) -> None:
@@ -293,16 +313,24 @@ class Held:
                 self._leave_out(key, why)
         inbox = yield {key: (self._before.get(key, ...), value) for key, value in own.items()}
         received = cast("dict[_Key, tuple[Any, Any]]", inbox.skeleton)
-        filled = {key: inbox.fill(value, own.get(key), keeps=inbox.keeps) for key, (_, value) in received.items()}
+        taken = {key for key, (before, _) in received.items() if is_same(key[1], before, self._before.get(key, ...))}
+        receiving: dict[_Key, Any] = {}
+        for key in taken & own.keys():  # a value that differed is not received in this rank's tensors
+            if isinstance(own[key], tuple):
+                _, tensors = cast("Packed", own[key])
+                receiving[key] = b"", [tensor if may_receive(tensor) else None for tensor in tensors]
+        filled = {key: inbox.fill(value, receiving.get(key), keeps=inbox.keeps) for key, (_, value) in received.items()}
         yield ""
         if self._collective.rank == source or inbox.keeps:
             return
         for part in self._parts():  # again, since an object may have been replaced meanwhile
-            values = {
-                name: unpack(cast("Packed", value), part.known()) if isinstance(value, tuple) else value
-                for (of, name), value in filled.items()
-                if of == part.name and is_same(name, received[of, name][0], self._before.get((of, name), ...))
-            }
+            values: dict[str, Any] = {}
+            for key in [key for key in filled if key in taken and key[0] == part.name]:
+                value = filled[key]
+                try:
+                    values[key[1]] = unpack(cast("Packed", value), part.known()) if isinstance(value, tuple) else value
+                except Exception as error:  # of code of the user's
+                    self._leave_out(key, Unfit(described(error)))
             if values and part.load is not None:
                 part.load(values)
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, partial
+from itertools import islice, zip_longest
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from join.held import CONTAINERS, LARGEST, PLAIN, Holder, Part, is_larger
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes of every module, such as ``training``, which the loop sets."""
 _FOLLOWED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-_CODE = (type, FunctionType, BuiltinFunctionType, MethodType)
+_CODE = (type, FunctionType, BuiltinFunctionType, MethodType, partial)
 _VALUES = (torch.Tensor, Enum, dict, *CONTAINERS)
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy"})
 _MOST_PARTS = 100
@@ -52,12 +53,14 @@ def parts_of_optimizer(optimizer: Any, name: str, parameters: list[torch.nn.Para
     while objects and len(parts) < _MOST_PARTS:
         name, obj = objects.popleft()
         values: dict[str, Any] = {}
-        for key, value in cast("dict[str, Any]", vars(obj)).items():
+        for key, value in cast("dict[str, Any]", getattr(obj, "__dict__", {})).items():
             if type(value) in PLAIN:
                 values[key] = value
             elif key not in _of_optimizers() and not isinstance(value, _CODE):
-                held = cast("dict[Any, Any]", value if type(value) is dict else {})
-                if any(type(each) is int and each in of_id for each in held):
+                if _holds_any(value, of_id):
+                    if type(value) is not dict:
+                        continue  # ids, which are each rank's own
+                    held = cast("dict[Any, Any]", value)
                     value = _ById(
                         {of_id.get(each, each) if type(each) is int else each: state for each, state in held.items()}
                     )
@@ -71,6 +74,13 @@ def parts_of_optimizer(optimizer: Any, name: str, parameters: list[torch.nn.Para
     return parts
 
 
+def _holds_any(value: Any, of_id: Mapping[int, Any]) -> bool:
+    """Return whether a container has the ``id`` of a parameter as an element or a key."""
+    if not isinstance(value, (dict, *CONTAINERS)) or 16 * len(cast("Any", value)) > LARGEST:
+        return False
+    return any(type(each) is int and each in of_id for each in cast("Iterable[Any]", value))
+
+
 class _ById(dict[Any, Any]):
     """Values by the ``id`` of a parameter, which is another one on each rank, so that the parameter is in its place."""
 
@@ -80,7 +90,28 @@ def _load(obj: Any, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, _ById):
             value = {id(key) if isinstance(key, torch.Tensor) else key: each for key, each in value.items()}
-        vars(obj)[name] = value
+        vars(obj)[name] = _into(vars(obj).get(name), value)
+
+
+def _into(own: Any, value: Any) -> Any:
+    """Return a value, in the containers and generators of the old one, which other code may hold, too."""
+    if type(own) is not type(value):
+        return value
+    if isinstance(own, dict):
+        held = cast("dict[Any, Any]", own)
+        items = {key: _into(held.get(key), each) for key, each in value.items()}
+        held.clear()
+        held.update(items)
+    elif isinstance(own, (list, deque)):
+        values = cast("list[Any]", own)
+        items = [_into(*pair) for pair in zip_longest(islice(values, len(value)), value)]
+        values.clear()
+        values.extend(items)
+    elif isinstance(own, torch.Generator):
+        own.set_state(value.get_state())
+    else:
+        return value
+    return cast("Any", own)
 
 
 def _known_of(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -122,7 +153,11 @@ def parts_of_module(module: torch.nn.Module, name: str) -> Iterator[Part]:
         if values:
             yield Part(own, values, partial(_load, part))
         if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
-            yield Part(own, {"extra state": part.get_extra_state()}, partial(_load_extra, part))
+            try:
+                extra: Any = part.get_extra_state()
+            except Exception:  # it has none yet
+                continue
+            yield Part(own, {"extra state": extra}, partial(_load_extra, part))
 
 
 def _load_extra(part: torch.nn.Module, values: Mapping[str, Any]) -> None:

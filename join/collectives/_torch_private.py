@@ -152,6 +152,14 @@ def writes_to(tensors: Iterable[torch.Tensor | None]) -> Writes:
     return [(id(tensor), (tensor.data_ptr(), tensor._version)) for tensor in tensors if tensor is not None]
 
 
+def may_receive(tensor: torch.Tensor) -> bool:
+    """Return whether the program writes to a tensor in place, as to momentum, so that Join may do so, too.
+
+    A tensor that is only read may be memory of the user's, such as a batch. Replaces a query for in-place writes.
+    """
+    return not tensor.is_inference() and tensor._version > 0 and 0 not in tensor.stride()
+
+
 def are_zero(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether all elements of all tensors are 0, with one host synchronisation for each device."""
     flags: dict[torch.device, list[torch.Tensor]] = {}

@@ -8,7 +8,9 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,3 +334,142 @@ def test_schedules_from_the_length_of_each_rank(pool: Pool, kind: str, zero: boo
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedules_from_the_steps_of_all_ranks(pool: Pool, kind: str) -> None:
     assert pool.run(scheduled, kind, False, True, ranks=RANKS) == ["fine"] * RANKS
+
+
+# -- what an attribute may be -----------------------------------------------------------------------------------------
+
+
+class OddConfig:
+    """An object that raises an unusual error for an attribute that it lacks."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Pair(tuple[int, int]):
+    """A tuple that can be pickled, and not unpickled."""
+
+    __slots__ = ()
+
+    def __new__(cls, first: int, second: int) -> Pair:
+        return super().__new__(cls, (first, second))
+
+
+class Slotted:
+    """A wrapper of an optimizer without a dict of attributes."""
+
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+def _plain_block(optimizer: Any, data: list[torch.Tensor], step: Callable[[torch.Tensor], object]) -> None:
+    """Train with SGD, whose attributes are set before, and by ``step`` after each batch."""
+    model: Any = optimizer.model[0]
+    with Join([model, optimizer]):
+        for x in data:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            step(x)
+
+
+def _with_model() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 2)
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.model = [DistributedDataParallel(module)]
+    return module, optimizer
+
+
+def odd_attributes(rank: int) -> dict[str, Any]:
+    """Ranks 0 and 1 have 2 and 4 batches."""
+    module, optimizer = _with_model()
+    # On entering, these differ.
+    optimizer.private, optimizer.large = torch.zeros(2).add_(rank), [rank] * 100_000
+    # These are equal, and other code has them, too.
+    history, generator = list[int](), torch.Generator().manual_seed(3)
+    optimizer.history, optimizer.generator, optimizer.groups = [history], generator, optimizer.param_groups
+    optimizer.table, optimizer.space, optimizer.call = {module: 1}, SimpleNamespace(of=module), partial(id, module)
+    vars(optimizer).update(config=OddConfig(), pair=None, ids=None, last=None)
+    optimizer.wide, optimizer.turned = torch.ones(1).expand(3), torch.ones(2, dtype=torch.complex64).conj()
+    data = list(torch.arange(1.0, 1 + 4 * 12).reshape(4, 4, 3)[: 2 + 2 * rank] * (rank + 1))
+    copies = [x.clone() for x in data]
+
+    def step(x: torch.Tensor) -> None:
+        history.append(len(history))
+        torch.rand(1, generator=generator)
+        optimizer.large, optimizer.pair, optimizer.last = [rank], Pair(rank, 1), x
+        optimizer.ids = [id(each) for each in module.parameters()]
+
+    _plain_block(optimizer, data, step)
+    _plain_block(optimizer, data[:2], lambda _: None)
+    return {
+        "differed on entering": [optimizer.private.tolist(), optimizer.large, tuple(optimizer.pair)],
+        "history": history,
+        "drawn": torch.rand(1, generator=generator).item(),
+        "last": optimizer.last.tolist(),
+        "same objects": [
+            optimizer.history[0] is history,
+            optimizer.generator is generator,
+            optimizer.groups is optimizer.param_groups,
+            list(optimizer.table) == [module],
+            optimizer.space.of is module,
+            optimizer.call.args == (module,),
+            optimizer.ids == [id(each) for each in module.parameters()],
+            all(map(torch.equal, data, copies)),
+        ],
+    }
+
+
+def test_attributes_that_are_left_alone_or_shared(pool: Pool) -> None:
+    first, second = pool.run(odd_attributes, ranks=2)
+    assert first.pop("differed on entering") == [[0.0, 0.0], [0], (0, 1)]
+    assert second.pop("differed on entering") == [[1.0, 1.0], [1], (1, 1)]
+    assert first["history"] == [0, 1, 2, 3]
+    assert all(first["same objects"])
+    assert first == second
+
+
+class Uncalibrated(torch.nn.Linear):
+    """A module whose extra state cannot be read."""
+
+    @override
+    def get_extra_state(self) -> Any:
+        raise RuntimeError
+
+    @override
+    def set_extra_state(self, state: Any) -> None:
+        raise RuntimeError
+
+
+def sets_and_slots(rank: int) -> None:
+    module, optimizer = _with_model()
+    optimizer.seen, optimizer.ids = {"names": set[str]()}, None
+
+    def step(_: torch.Tensor) -> None:
+        names = "abcdefgh" if rank else "hgfedcba"
+        optimizer.seen = {"names": {name * 8 for name in names}}
+        optimizer.ids = {id(each) for each in module.parameters()}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _plain_block(optimizer, [torch.ones(4, 3)], step)
+    odd: Any = DistributedDataParallel(Uncalibrated(3, 2))
+    with Join([odd, Slotted(torch.optim.SGD(odd.parameters(), lr=0.1))]):
+        odd(torch.ones(1, 3)).sum().backward()
+
+
+def test_sets_ids_and_objects_without_a_dict_or_extra_state(pool: Pool) -> None:
+    pool.run(sets_and_slots, ranks=2)

@@ -633,8 +633,8 @@ MUTANTS = [
     # -- what was equal on entering ------------------------------------------------------------------------------------
     Mutant(
         "join/held.py",
-        " and is_same(name, received[of, name][0], self._before.get((of, name), ...))",
-        "",
+        "if is_same(key[1], before, self._before.get(key, ...))}",
+        "}",
         "tests/join/test_held.py::test_attributes_after_an_uneven_block",
     ),
     Mutant(

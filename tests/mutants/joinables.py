@@ -26,7 +26,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/attributes.py",
-        '            yield Part(own, {"extra state": part.get_extra_state()}, partial(_load_extra, part))\n',
+        '            yield Part(own, {"extra state": extra}, partial(_load_extra, part))\n',
         "            pass\n",
         "tests/joinables/test_held.py::test_counters_of_modules",
     ),

@@ -4,7 +4,7 @@ These are the generators of Python, torch, this process's accelerator, and numpy
 states are plain data and tensors, so that a checkpoint can contain them. Generators that a program has made itself are
 its own matter.
 
-Scripts often seed these generators alike on all ranks: for a permutation of which each rank takes a part, or for the
+Scripts often seed these generators alike on all ranks: for a permutation that they share out, or for the
 numbers of a mixup. A rank that is out of data draws fewer numbers, or others, on dummies. Generators that were equal
 when a block was entered are therefore equal when it is left. The digests travel in the row that ends a block::
 

@@ -12,7 +12,7 @@ Nothing is sent then. The ranks compare when they leave::
     on entering; another rank takes those that it    is an error (EMA copies) or one warning (attributes)
     has entered with, too
 
-A value that is too large, or that cannot be pickled, is left out, and named once in the log.
+A value that is too large, or that cannot be pickled, stays as it is, and the log names it once.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def pack(
 
     Args:
         value: The value.
-        known: Tensors of which :func:`unpack` gets those of the other rank, such as the parameters of an optimizer.
+        known: Tensors that :func:`unpack` replaces by those of the other rank, such as the parameters of an optimizer.
         limit: The size in bytes that the value of an attribute may have, besides tensors. ``None`` for state.
         is_digested: Whether the bytes are for a digest.
 
@@ -257,7 +257,7 @@ class Held:
     # -- after an even block ------------------------------------------------------------------------------------------
 
     def digest_of_changes(self) -> int:
-        """Return a digest of what has changed since entering; 0 if nothing has."""
+        """Return a digest of the values that have changed since entering; 0 if no value has."""
         before, self._after, logged = self._before, self._fingerprints(), self._collective.kept.logged
         if before == self._after:
             return 0
@@ -268,7 +268,7 @@ class Held:
         return digest(repr(changed)) if changed else 0
 
     def compare(self) -> Callable[[], None]:
-        """Compare what ranks hold that all made the same steps; called on all ranks if the digests differ.
+        """Compare the values of ranks that have all made the same steps; called on all ranks if the digests differ.
 
         Returns:
             A function that warns of attributes that were equal on entering, and are not any more.

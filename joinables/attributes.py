@@ -33,7 +33,7 @@ _MOST_PARTS = 100
 
 @cache
 def _of_optimizers() -> frozenset[str]:
-    """Return attributes of every optimizer: hooks, settings, and what is copied in another way, as its state.
+    """Return attributes of every optimizer: hooks, settings, and values that are copied in another way, as its state.
 
     The import of torch.optim does not do what its first optimizer does: import the compiler.
     """

@@ -56,9 +56,9 @@ def as_script(rank: int, folder: str, script: str, *arguments: str) -> None:
 
 
 def complaints(stderr: str) -> str:
-    """What a script has written to stderr, without the paths of logs."""
+    """What a script has written to stderr, without the paths of logs and the progress of the demo."""
     stderr = stderr.partition("nanobind: leaked")[0]  # triton tells that a fork does not free it
-    return re.sub(r"^Logged to .*\n", "", stderr, flags=re.MULTILINE)
+    return re.sub(r"^(Logged to|training) .*\n", "", stderr, flags=re.MULTILINE)
 
 
 def run_forked(ending: Ending, *args: str, folder: Path = ROOT, limit: float = 100) -> str:

@@ -62,6 +62,7 @@ def test_public_names() -> None:
         "DDPStrategy",
         "EarlyStopping",
         "FileCheckpointIO",
+        "HorovodStrategy",
         "LaunchError",
         "Launcher",
         "ModelCheckpoint",
@@ -74,6 +75,7 @@ def test_public_names() -> None:
         "UnevenDistributedSampler",
         "WorkerDied",
         "WorkerRaised",
+        "XLAStrategy",
         "register_strategy",
         "strategies",
     ]

@@ -29,13 +29,14 @@ POLLS |= {"profiled", "wait"}
 POLLS |= {"_arrive"}  # called for each parameter
 MEASURED = 6  # the step, counted from 0, in which both ranks are past their first ones
 LIMITS = {
-    # calls, files, crossings; the exit is that of the rank that runs out first: four shadowed steps, and the end
+    # calls, files, crossings; the exit is that of the rank that runs out first: four shadowed steps, and the end, where
+    # it takes the state, attributes and random generators of the last rank with data
     ("step", ""): (28, 10, 21),
     ("step", "norm"): (42, 11, 28),
     ("step", "weighed"): (49, 13, 32),
-    ("exit", ""): (316, 25, 140),
-    ("exit", "norm"): (394, 27, 182),
-    ("exit", "weighed"): (334, 26, 153),
+    ("exit", ""): (505, 27, 220),
+    ("exit", "norm"): (643, 29, 282),
+    ("exit", "weighed"): (527, 28, 233),
     ("step with data", ""): (42, 15, 28),
     ("step with data", "norm"): (48, 16, 32),
     ("step with data", "weighed"): (49, 15, 30),

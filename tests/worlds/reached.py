@@ -33,9 +33,7 @@ SENDS = {
     *("all_gather", "all_gather_object", "broadcast_object", "barrier", "reduce_boolean_decision"),
 }
 """The methods of ``Collective``, ``Line`` and ``Messages`` that send something."""
-_OTHERS = tuple(
-    f"join.{name}" for name in ("collectives", "report", "failure.w", "scaling", "mean", "errors")
-)
+_OTHERS = tuple(f"join.{name}" for name in ("collectives", "report", "failure.w", "scaling", "mean", "errors"))
 # which carry messages, watch and explain in another thread, or are called by the body of a loop
 
 

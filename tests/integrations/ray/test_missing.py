@@ -20,4 +20,4 @@ def without_ray(rank: int) -> None:
 
 def test_a_missing_extra_is_a_sentence(ending: Ending) -> None:
     (end,) = ending.ends(without_ray, ranks=1, group=False)
-    assert (end.code, end.stderr) == (1, "This tutorial needs Ray: pip install 'joinables[ray]'\n")
+    assert (end.code, end.stderr) == (1, "This tutorial needs Ray: pip install '.[ray]', in the clone\n")

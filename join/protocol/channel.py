@@ -213,7 +213,8 @@ class Channel:
             self.place = Place()
         elif self.place.phase is Phase.DRAINING:  # of the block that is left
             self.place.phase = Phase.PLAIN
-        self.headers.leader = 0  # in the block around it, where all ranks are that have entered the block inside
+        if not self.place.step.in_loop:  # in the body of a loop, the lowest rank with a batch stays the leader
+            self.headers.leader = 0  # in the block around it, where all ranks are that have entered the block inside
         self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
         self.messages.resize(header=self.roster.code.bits)
         for member in scope.announcing:  # otherwise they and the last header refer to each other

@@ -1209,8 +1209,14 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "        self.headers.leader = 0  # in the block around it",
-        "        # in the block around it",
+        "            self.headers.leader = 0  # in the block around it",
+        "            pass  # in the block around it",
         "tests/joinables/ddp/test_buffers.py::test_statistics_after_an_inner_block_that_another_rank_led",
+    ),
+    Mutant(
+        "join/protocol/channel.py",
+        "        if not self.place.step.in_loop:  # in the body of a loop, the lowest",
+        "        if True:  # in the body of a loop, the lowest",
+        "tests/joinables/ddp/test_buffers.py::test_statistics_of_a_loop_with_a_block_in_its_body",
     ),
 ]

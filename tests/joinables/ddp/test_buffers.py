@@ -237,6 +237,23 @@ def test_statistics_of_plain_steps_follow_the_lowest_rank_with_data(pool: Pool, 
     assert_statistics(pool.run(train_plainly, over_group=over_group), [(0, 0), (1, 1), (1, 2), (2, 3)])
 
 
+def train_around_a_block_in_each_step(rank: int) -> dict[str, torch.Tensor]:
+    """Rank 0 has fewer batches, and a block in the body of the loop is left in each step."""
+    module = build("norm")
+    model, other = DistributedDataParallel(module), DistributedDataParallel(torch.nn.Linear(2, 1))
+    with Join([model], divide_by_initial_world_size=False) as join:
+        for x, _ in join.iterate([batch(rank, 0, step) for step in range(2 + 3 * rank)]):
+            model(x).sum().backward()
+            model.zero_grad()
+            with Join([other]):
+                other(torch.ones(1, 2)).sum().backward()
+    return dict(module.named_buffers())
+
+
+def test_statistics_of_a_loop_with_a_block_in_its_body(pool: Pool) -> None:
+    assert_statistics(pool.run(train_around_a_block_in_each_step, ranks=2), [(0, 0), (0, 1), (1, 2), (1, 3), (1, 4)])
+
+
 def counts_batches_of_its_own(rank: int) -> int:
     model = DistributedDataParallel(build("norm"), **OWN_BUFFERS)
     with Join([model]) as join:

@@ -56,9 +56,11 @@ def test_an_option_that_cannot_hold(pool: Pool, option: str) -> None:
     assert pool.run(train, options, ranks=1, timeout=60) == [""]
 
 
-def train_with(rank: int, options: dict[str, Any]) -> tuple[Any, ...]:
+def train_with(rank: int, options: dict[str, Any], accumulate: int) -> tuple[Any, ...]:
     with launched(), tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(rank, "tokens", folder, max_steps=STEPS[2], gradient_accumulation_steps=2, **options)
+        trainer = trainer_of(
+            rank, "tokens", folder, max_steps=STEPS[accumulate], gradient_accumulation_steps=accumulate, **options
+        )
         trainer.train()
         return parameters(trainer), logged(trainer, "loss")
 
@@ -75,8 +77,9 @@ def train_with(rank: int, options: dict[str, Any]) -> tuple[Any, ...]:
 )
 def test_options_that_hold(pool: Pool, options: dict[str, Any]) -> None:
     options = {name: value for name, value in options.items() if name in NAMES}
-    expected, losses, _ = alone(llama(), sentences, 2, STEPS[2])
-    for state, told in pool.run(train_with, options, ranks=RANKS, timeout=60):
+    accumulate = 1 if "ddp_static_graph" in options else 2  # DDP itself fails if the first backward is under no_sync
+    expected, losses, _ = alone(llama(), sentences, accumulate, STEPS[accumulate])
+    for state, told in pool.run(train_with, options, accumulate, ranks=RANKS, timeout=60):
         assert_same(state, expected, 1e-5)
         assert told == pytest.approx(losses, abs=PRECISION)
 

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from multiprocessing import connection
 from typing import Any
 
 import pytest
@@ -121,6 +122,22 @@ def test_a_process_that_ends_with_its_block_open(ending: Ending, way: str) -> No
     for end in (ends[0], ends[2]):
         assert end.code in (1, -signal.SIGABRT)  # torch may abort a process whose group is broken at its very end
         assert f"PeerError: rank 1 {TOLD[way]}" in end.text
+
+
+def ends_after_another(rank: int) -> None:
+    pids = [0, 0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    Join([Counter(collective_of(None))]).open()
+    if rank == 1:
+        raise KeyError("mine")
+    connection.wait([os.pidfd_open(pids[1])])
+    sys.exit(3)
+
+
+def test_a_process_that_ends_with_its_block_open_after_another_rank_has_failed(ending: Ending) -> None:
+    ends = ending.ends(ends_after_another, limit=30)
+    for end in (ends[0], ends[2]):
+        assert f"PeerError: rank 1 {TOLD['raises']}" in end.text
 
 
 def test_a_join_that_is_not_kept() -> None:

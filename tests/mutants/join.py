@@ -28,7 +28,7 @@ MUTANTS = [
         "join/block.py",
         "                guard.look_again()",
         "                pass",
-        "tests/join/test_open.py::test_a_process_that_ends_with_its_block_open[exits]",
+        "tests/join/test_open.py::test_a_process_that_ends_with_its_block_open_after_another_rank_has_failed",
     ),
     Mutant(
         "join/block.py",

@@ -585,8 +585,7 @@ class Lockstep(ABC):
         header = channel.headers.send_and_read([], active=True)
         if channel.roster.throws and header.active < collective.world_size:
             self._guard.raise_early_termination(exhausted=False)
-        if header.announcements:
-            channel.headers.confirm()
+        channel.prepare()  # first, since ranks that announce a burst have not left the block
         if header.active < collective.world_size:
             self._guard.post_and_raise(
                 ProtocolError(
@@ -595,7 +594,6 @@ class Lockstep(ABC):
                     " including ranks without batches. [J091]"
                 )
             )
-        channel.prepare()
         self.progress = LoopProgress(collective, channel.loops + 1)
         self.step, self.place = Step(in_loop=True, contributors=collective.world_size), channel.place
         channel.enter_loop(self)

@@ -30,10 +30,10 @@ RANKS = 3
 
 
 class Counter:
-    """An object with a counter, as an optimizer may hold one."""
+    """An object with a counter, as an optimizer may hold one, under the name of an attribute of all optimizers."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.state = 0
 
 
 class Attributes(torch.optim.Optimizer):
@@ -54,15 +54,15 @@ class Attributes(torch.optim.Optimizer):
         if kind == "later" and self.momentum is None:
             self.momentum = [torch.zeros_like(each) for each in parameters]
         self.steps[0] += 1
-        self.nested.count += 1
-        self.counters[1].count += 1
+        self.nested.state += 1
+        self.counters[1].state += 1
         self.cycle = (self.cycle + 1) % 5  # the rank with the most batches ends where it began
         if kind == "flag":
             factor, self.warm = (0.1 if self.warm else 1.0), self.steps[0] < 4
         elif kind == "cycle":
             factor = 1 / (1 + self.cycle)
         elif kind in ("nested", "nested in a list"):
-            factor = 1 / (self.nested.count if kind == "nested" else self.counters[1].count)
+            factor = 1 / (self.nested.state if kind == "nested" else self.counters[1].state)
         elif kind == "history":
             self.norms.append(float(torch.stack([each.grad.norm() for each in parameters]).norm()))
             factor = sum(self.norms) / len(self.norms) / (1 + self.norms[-1])
@@ -74,8 +74,8 @@ class Attributes(torch.optim.Optimizer):
             self.momentum = states.setdefault("all", {})
         elif kind == "made":
             self.made = self.made or Counter()
-            self.made.count += 1
-            factor = 1 / self.made.count
+            self.made.state += 1
+            factor = 1 / self.made.state
         for index, each in enumerate(parameters):
             gradient = each.grad
             if kind in ("list", "dict", "later"):
@@ -125,7 +125,7 @@ def with_attributes(rank: int, kind: str, way: str) -> Any:
     nested = optimizer.nested
     state = train(rank, model, [optimizer], way, optimizer.step)
     assert optimizer.nested is nested
-    assert optimizer.steps == [optimizer.nested.count] == [11]
+    assert optimizer.steps == [optimizer.nested.state] == [11]
     return state
 
 

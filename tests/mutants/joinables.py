@@ -16,7 +16,7 @@ MUTANTS = [
         "joinables/attributes.py",
         "            if type(value) in PLAIN:\n                values[key] = value\n            elif",
         "            if",
-        "tests/joinables/test_state.py::test_a_scheduler_that_is_not_listed_steps_after_a_block_without_data",
+        "tests/joinables/test_held.py::test_attributes_of_optimizers",
     ),
     Mutant(
         "joinables/attributes.py",

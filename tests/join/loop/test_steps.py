@@ -200,17 +200,19 @@ def test_values_are_compared_at_the_end_of_each_loop() -> None:
     run_threads(2, run)
 
 
-def test_a_rank_that_begins_a_loop_where_others_run_what_all_expect() -> None:
-    """Their headers wait for nobody by then."""
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_begins_a_loop_where_others_run_what_all_expect(ranks: int) -> None:
+    """Their headers wait for nobody by then. A third rank is out of data."""
 
     def run(collective: ThreadCollective) -> str:
         counter = Counter(collective)
         with pytest.raises(JoinError) as caught, Join([counter]) as join:
-            for _ in range(3 - (collective.rank == 0)):
+            for _ in range((2, 3, 1)[collective.rank]):
                 counter()
-            list(join.iterate([0]))
+            if collective.rank < 2:
+                list(join.iterate([0]))
         return str(caught.value)
 
-    zero, one = run_threads(2, run)
+    zero, one, *_ = run_threads(ranks, run)
     assert zero.startswith("2 active ranks announced different bursts: 1 x Counter, 1 x join.iterate")
     assert one.startswith(f"rank 0 failed: ProtocolError: {zero}")

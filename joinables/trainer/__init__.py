@@ -30,7 +30,7 @@ from joinables.trainer.loggers import CSVLogger
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.own import HorovodStrategy, XLAStrategy
 from joinables.trainer.strategy import DDPStrategy, Strategy, register_strategy, strategies
-from joinables.trainer.trainer import Result, Trainer
+from joinables.trainer.trainer import Trainer
 
 __all__ = [
     "CSVLogger",
@@ -46,7 +46,6 @@ __all__ = [
     "ModelCheckpoint",
     "NotPicklable",
     "RemoteTraceback",
-    "Result",
     "Strategy",
     "TrainModule",
     "Trainer",

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 _KINDS: dict[str, tuple[Any, float | None, str]] = {
+    "devices": (
+        Integral,
+        1,
+        "a number of processes, or 'auto'; to choose GPUs, set CUDA_VISIBLE_DEVICES before the script starts",
+    ),
     "num_nodes": (Integral, 1, "a whole number from 1"),
-    "max_epochs": (Integral, -1, "a whole number, or -1 or None for no limit"),
-    "max_steps": (Integral, -1, "a whole number, or -1 or None for no limit"),
+    "max_epochs": (Integral, 0, "a whole number, or None for no limit"),
+    "max_steps": (Integral, 0, "a whole number, or None for no limit"),
     "accumulate_grad_batches": (Integral, 1, "a whole number from 1"),
-    "gradient_clip_val": (Real, math.ulp(0.0), "a positive number, or None for no clipping"),
-    "log_every_n_steps": (Integral, 0, "a whole number, or 0 for no values of single steps"),
     "enable_progress_bar": (bool, None, "True, False or None"),
     "default_root_dir": ((str, os.PathLike), None, "the path of a folder, or None for the current directory"),
     "worker_logs": ((str, os.PathLike), None, "the path of a folder, or None for no files"),
     "seed": (Integral, None, "a whole number, or None to draw one"),
     "save_top_k": (Integral, -1, "a whole number, or -1 for all"),
-    "every_n_epochs": (Integral, 1, "a whole number from 1"),
     "every_n_train_steps": (Integral, 1, "a whole number from 1, or None for epochs"),
     "patience": (Integral, 0, "a whole number from 0"),
     "min_delta": (Real, 0, "a number from 0"),
@@ -34,10 +36,18 @@ REST = (
 )
 
 
-def lacking(kind: str, name: str, owner: type) -> AttributeError:
-    """Return the error for an attribute that an object of the class ``kind``, derived from ``owner``, lacks."""
-    known = ", ".join(each for each in vars(owner) if not each.startswith(("_", "on_")))
+def lacking(holder: object, name: str, owner: type) -> AttributeError:
+    """Return the error for an attribute that an object of a class derived from ``owner`` lacks."""
+    kind, names = type(holder).__name__, (*vars(owner), *vars(holder))
+    known = ", ".join(each for each in names if not each.startswith(("_", "on_")))
     return AttributeError(f"{kind} has no attribute {name!r}. {owner.__name__} has {known}. {REST}. [J870]")
+
+
+def refuse_unknown(called: Callable[..., Any], names: Iterable[str]) -> None:
+    """Raise a ``TypeError`` for the first name, which is not an argument of the class or method that was called."""
+    known = [*inspect.signature(called).parameters][:-1]
+    for name in names:
+        raise TypeError(f"{called.__name__} has no argument {name!r}. Use one of {', '.join(known)}. {REST}. [J643]")
 
 
 def check_kinds(arguments: Mapping[str, Any]) -> None:
@@ -51,7 +61,7 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
         ValueError: If it is too small.
     """
     for name, (types, least, kind) in _KINDS.items():
-        if name not in arguments or (arguments[name] is None and "None" in kind):
+        if name not in arguments or (arguments[name] in (None, "auto") and str(arguments[name]) in kind):
             continue
         value = arguments[name]
         is_of_type = isinstance(value, types) and isinstance(value, bool) == (types is bool)

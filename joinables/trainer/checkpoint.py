@@ -7,7 +7,6 @@ data and tensors::
     epochs, global_step          counters
     module                       the module's state dict
     optimizers, schedulers       a list each, in the order of configure_optimizers; sharded state is put together
-    scaler                       of 16-mixed precision, or empty
     callbacks                    by state_key
     metrics                      the latest value of each
     ranks                        a list, by rank: batches trained on in the current epoch, the seed of its order, its
@@ -34,7 +33,6 @@ import contextlib
 import hashlib
 import os
 import stat
-import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -71,12 +69,9 @@ def take(run: Run, active: bool) -> dict[str, Any] | None:
         "module": run.module.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
         "schedulers": [stepped.scheduler.state_dict() for stepped in run.schedulers],
-        "scaler": run.scaler.state_dict(),
-        "metrics": dict(run.trainer.metrics),
         "ranks": parts,
     }
     with replaced(run, "apart", "on_save_checkpoint"):
-        run.module.on_save_checkpoint(state)
         run.call("on_save_checkpoint", state)
     return state
 
@@ -84,7 +79,6 @@ def take(run: Run, active: bool) -> dict[str, Any] | None:
 def load(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
     """Load the weights of a snapshot, the same on all ranks, and return the snapshot as hooks have changed it."""
     loaded = dict(state)
-    run.module.on_load_checkpoint(loaded)
     run.call("on_load_checkpoint", loaded)
     if "module" in loaded:  # the last fit of the trainer kept the weights in the module
         run.module.load_state_dict(loaded["module"])
@@ -99,30 +93,22 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
             epoch by a different number of ranks, if the remainder of the epoch cannot be distributed.
     """
     state = load(run, state)
-    for name, own in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
-        if len(state[name]) != len(own):
-            raise ValueError(
-                f"The checkpoint has {len(state[name])} {name}, but configure_optimizers returned {len(own)}. Return"
-                f" the {name} that the checkpoint was written with. [J202]"
-            )
     part = _part_of(run, state["ranks"])
-    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
-        try:
+    try:
+        for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        except (ValueError, LookupError) as error:
-            raise ValueError(
-                f"The checkpoint has another optimizer than configure_optimizers ({error!r}). Return one with the same"
-                " groups. If a hook adds groups during a fit, add them again in on_load_checkpoint. [J251]"
-            ) from error
-        if state["global_step"]:  # without the mark, a scheduler that steps in an epoch without a batch left warns
-            mark_stepped(optimizer)
-    for stepped, saved in zip(run.schedulers, state["schedulers"], strict=True):
-        stepped.scheduler.load_state_dict(saved)
-    if state["scaler"]:
-        run.scaler.load_state_dict(state["scaler"])
+            if state["global_step"]:  # without the mark, a scheduler that steps in an epoch without a batch left warns
+                mark_stepped(optimizer)
+        for stepped, saved in zip(run.schedulers, state["schedulers"], strict=True):
+            stepped.scheduler.load_state_dict(saved)
+    except (ValueError, LookupError) as error:
+        raise ValueError(
+            f"The checkpoint has other optimizers or schedulers than configure_optimizers ({error!r}). Return the same"
+            " ones, with the same groups. If a hook adds groups during a fit, add them again in on_load_checkpoint."
+            " [J251]"
+        ) from error
     run.trainer.load_state_dict(state)
     run.position.epoch = run.trainer.epochs
-    run.trainer.metrics = dict(state["metrics"])
     if part is not None:
         run.position.load_state_dict(part)
 
@@ -238,9 +224,6 @@ def _load(descriptor: int) -> tuple[Any, str]:
     """
     path = f"/proc/self/fd/{descriptor}"
     try:
-        with zipfile.ZipFile(path) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                return None, "it has compressed entries"
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True), ""
     except (OSError, MemoryError):
         raise
@@ -307,66 +290,9 @@ def checkpoint_io_of(argument: CheckpointIO | None) -> CheckpointIO:
     return io
 
 
-def load_checkpoint(io: CheckpointIO, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Load a checkpoint, and check that it is one."""
-    state = io.load_checkpoint(os.fspath(path))
-    if not hasattr(state, "keys") or "module" not in state:
-        raise TypeError(
-            f"load_checkpoint({os.fspath(path)!r}) of {type(io).__name__} has returned an object of"
-            f" {type(state).__name__}, which is not a checkpoint of a Trainer. Return the dict that save_checkpoint has"
-            " received for this path. [J713]"
-        )
-    return state
-
-
 # -- the end of a fit -------------------------------------------------------------------------------------------------
 
-# Hooks of a fit may change the parts of a module, and hooks and states of users may raise after the last step. Hours of
-# training must not depend on either.
-
-
-def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> str:
-    """Load weights as far as they fit, and return a warning about the others, or about the module's own method.
-
-    A buffer that is ``None`` here, or has a different shape, is replaced. So is a parameter that is ``None``.
-    """
-    raised, kind = "", type(module)
-    try:
-        module.load_state_dict(weights)
-        return ""
-    except Exception as error:  # torch raises after it has loaded what fits; a method of the user's may raise before
-        if kind.load_state_dict is not torch.nn.Module.load_state_dict:
-            raised = f"{kind.__name__}.load_state_dict raised {described(error)}, so torch's was called. "
-    buffers = dict(module.named_buffers())
-    for name, value in weights.items():
-        path, _, attribute = name.rpartition(".")
-        with contextlib.suppress(AttributeError):
-            owner = module.get_submodule(path)
-            if (before := getattr(owner, attribute)) is None or (name in buffers and before.shape != value.shape):
-                try:
-                    setattr(owner, attribute, value)
-                except TypeError:  # a parameter that is None
-                    setattr(owner, attribute, torch.nn.Parameter(value))
-    shapes = {name: getattr(value, "shape", None) for name, value in module.state_dict().items()}
-    fitting = {name: value for name, value in weights.items() if shapes.get(name, 0) == getattr(value, "shape", None)}
-    torch.nn.Module.load_state_dict(module, fitting, strict=False)
-    if rest := sorted((weights.keys() | shapes.keys()) - fitting.keys()):
-        raised += (
-            f"A hook of the fit has changed the parts of {kind.__name__}: {', '.join(rest)} exist either in the trained"
-            " module or in this process, or have another shape there. All other weights are loaded here. To have all"
-            " of them here too, make these parts in __init__. "
-        )
-    return raised
-
-
-def weights_only(run: Run) -> dict[str, Any]:
-    """Return the part of a snapshot that one rank has."""
-    try:
-        weights = run.module.state_dict()
-    except Exception:  # get_extra_state or a hook of the user's raises
-        parts = *run.module.named_parameters(), *run.module.named_buffers()
-        weights = {name: each.detach() for name, each in parts}
-    return {"epochs": run.trainer.epochs, "global_step": run.trainer.global_step, "module": weights}
+# Hooks and states of users may raise after the last step, and hours of training must not depend on that.
 
 
 def changed_weights(run: Run) -> dict[str, Any] | None:
@@ -383,24 +309,15 @@ def changed_weights(run: Run) -> dict[str, Any] | None:
     return {name: value for name, value in weights.items() if not is_known(name, value)}
 
 
-def keep_trained(folder: Path, io: CheckpointIO, state: Mapping[str, Any]) -> str:
-    """Write a snapshot, and return a sentence with its path, or with the reason why there is none."""
+def keep_trained(folder: Path, state: Mapping[str, Any]) -> str:
+    """Write the weights of a snapshot, and return a sentence with their path, or with the reason why there is none."""
     name = f"trained-epoch={state['epochs']}-step={state['global_step']}"
     paths = (folder / f"{name}{f'-v{version}' if version else ''}.ckpt" for version in count())
-    path, problem = str(next(path for path in paths if not path.exists())), ""
-    file, weights = FileCheckpointIO(), state["module"]
-    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    # Entries of a hook, a callback or get_extra_state may be objects that cannot be written, or not be read again.
-    for writer, kept in (
-        (io, dict(state)),
-        (file, dict(state)),
-        (file, {"module": weights}),
-        (file, {"module": tensors}),
-    ):
-        try:
-            writer.save_checkpoint(kept, path)
-            load = "torch.load" if type(writer) is FileCheckpointIO else "trainer.checkpoint_io.load_checkpoint"
-            return f"{load}({path!r})['module'] returns the trained weights."
-        except Exception as error:
-            problem = described(error)
-    return f"Its weights could not be saved: {problem}."
+    path = str(next(path for path in paths if not path.exists()))
+    # get_extra_state may have returned objects that cannot be written, or not be read again.
+    tensors = {name: value.detach() for name, value in state["module"].items() if isinstance(value, torch.Tensor)}
+    try:
+        write_checkpoint({"module": tensors}, path)
+    except Exception as error:
+        return f"Its weights could not be saved: {described(error)}."
+    return f"torch.load({path!r})['module'] returns the trained weights."

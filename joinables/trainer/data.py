@@ -7,10 +7,8 @@ data set. No sample is repeated or dropped to make ranks even: ``Join`` takes ca
 
 from __future__ import annotations
 
-import sys
 import warnings
 import zlib
-from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -23,7 +21,6 @@ from typing_extensions import override
 
 from join.batch import tensors_in
 from join.collectives import Collective
-from join.collectives._torch_private import pytree
 from join.read_ahead import length_of
 from joinables._torch.objects import with_parts
 from joinables.trainer import rng
@@ -133,34 +130,26 @@ class Shared(UnevenDistributedSampler):
 
     def __init__(self, sampler: Any, ranks: int, rank: int, seed: int, block_size: int = 1) -> None:
         super().__init__(sampler, ranks, rank, seed=seed, block_size=block_size)
-        self._drawn: list[Any] | None = None  # the elements of the next iteration, if they had to be counted before
-        self._total: int | None = None  # a sampler may yield more or fewer elements than its length says
+        self.set_epoch(0)
 
     @override
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        self._drawn = self._total = None
         for sampler in _nested(self.dataset):
             if callable(method := getattr(sampler, "set_epoch", None)):
                 method(epoch)
         super().set_epoch(epoch, start)
+        with rng.seeded(seed := self.seed + epoch):
+            if (generator := _generator_of(self.dataset)) is not None:
+                generator.manual_seed(seed)
+            self._drawn = list(cast("Any", self.dataset))
 
     @override
     def total(self) -> int:
-        if self._total is None:
-            self._drawn = self.order()
-        return cast("int", self._total)
+        return len(self._drawn)  # a sampler may yield more or fewer elements than its length says
 
     @override
     def order(self) -> list[Any]:
-        drawn, self._drawn = self._drawn, None
-        if drawn is None:
-            seed = self.seed + self.epoch
-            with rng.seeded(seed):
-                if (generator := _generator_of(self.dataset)) is not None:
-                    generator.manual_seed(seed)
-                drawn = list(cast("Any", self.dataset))
-            self._total = len(drawn)
-        return drawn
+        return self._drawn
 
 
 def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: bool | None = None) -> Any:
@@ -226,20 +215,30 @@ def is_read_by_all(loader: Any) -> bool:
     return sampler_of(loader) is None and (source is None or not _distributes(source))
 
 
-def refuse_same(collective: Collective, batches: Iterator[tuple[int, Any, bool]]) -> Iterator[tuple[int, Any, bool]]:
+def compare_first(collective: Collective, batches: Iterator[tuple[int, Any, bool]]) -> Iterator[tuple[int, Any, bool]]:
     """Return the batches of this rank, after a comparison of the ranks' first batches; called on all ranks.
+
+    Ranks that begin with some of the same samples may read the same stream in different orders, which is a warning.
 
     Raises:
         ValueError: On all ranks, if two ranks begin with the same batch, since they then train on the same samples.
     """
     first = list(islice(batches, 1))
-    norms = [tensor.double().square().sum().item() for _, batch, _ in first for tensor in tensors_in(batch)]
-    firsts = collective.all_gather_object(norms, plain=True)
+    tensors = [each.reshape(len(each) if each.dim() else 1, -1) for _, batch, _ in first for each in tensors_in(batch)]
+    norms = [cast("list[float]", each.double().square().sum(1).tolist()) for each in tensors if each.numel()]
+    rows = ["/".join(map(repr, row)) for row in zip(*norms, strict=False)]  # a text for each sample
+    firsts: list[list[str]] = collective.all_gather_object(rows, plain=True)
     if ranks := [rank for rank, own in enumerate(firsts) if own and firsts.count(own) > 1]:
         raise ValueError(
             f"The train_loader of ranks {ranks} begins with the same batch, so they train on the same samples. Have"
             " each rank read a part of its own, such as datasets.distributed.split_dataset_by_node(stream, rank,"
             " world_size), or pass a DataLoader over a map-style data set, which the trainer distributes. [J882]"
+        )
+    if collective.rank == 0 and len({*chain(*firsts)}) < sum(len({*own}) for own in firsts):
+        warnings.warn(
+            "The train_loaders of several ranks begin with some of the same samples. Have each rank read a part of its"
+            " own, such as datasets.distributed.split_dataset_by_node(stream, rank, world_size).",
+            stacklevel=2,
         )
     return chain(first, batches)
 
@@ -334,11 +333,6 @@ class Plan:
         return Plan(lengths, equal or len(lengths) == 1, max((full for full, _ in filter(None, sizes)), default=1))
 
     @property
-    def shortest(self) -> int | None:
-        """Smallest number of batches; ``None`` if it is unknown."""
-        return None if None in self.lengths else min(cast("tuple[int, ...]", self.lengths))
-
-    @property
     def even(self) -> bool:
         """Whether all ranks are known to have the same number of batches."""
         return len(self.lengths) == 1 or (None not in self.lengths and len(set(self.lengths)) == 1)
@@ -369,33 +363,23 @@ def sizes_of(loader: Any) -> tuple[int, int] | None:
 
 # -- outputs of a prediction ------------------------------------------------------------------------------------------
 
-_PIECE = 4 * 2**20  # bytes
+_PIECE = 32  # outputs
 
 
 def gather_on_first(collective: Collective, outputs: list[Any]) -> list[list[Any]]:
     """Return the outputs of each rank on rank 0, and an empty list for each rank on the others.
 
-    The other ranks send pieces of about 4 MiB in turn, and free each piece before the next. So memory holds little
-    more than all outputs once. The last outputs are sent first, since freed memory at the end of the heap returns to
-    the system. One broadcast of an object for each piece, and an empty one at the end of each rank.
+    The other ranks send a few outputs at a time in turn, and free them. So memory holds little more than all outputs
+    once. The last outputs are sent first, since freed memory at the end of the heap returns to the system. One
+    broadcast of an object for each piece, and an empty one at the end of each rank.
     """
-    gathered, waiting = [outputs if collective.rank == 0 else []], deque[Any]()
-    if collective.rank != 0:
-        waiting.extend(outputs)
-        outputs.clear()
+    gathered = [outputs if collective.rank == 0 else []]
     for source in range(1, collective.world_size):
         gathered.append([])
-        while piece := collective.broadcast_object(_piece(waiting) if collective.rank == source else None, source):
+        is_source = collective.rank == source
+        while piece := collective.broadcast_object(
+            [outputs.pop() for _ in range(min(_PIECE, len(outputs)))] if is_source else None, source
+        ):
             gathered[-1] += piece if collective.rank == 0 else ()
         gathered[-1].reverse()
     return gathered
-
-
-def _piece(waiting: deque[Any]) -> list[Any]:
-    """Remove the last outputs, up to the size of a piece or one more, and return them."""
-    piece, room = list[Any](), _PIECE
-    while waiting and room > 0:
-        piece.append(waiting.pop())
-        room -= sum(map(sys.getsizeof, pytree.tree_leaves(piece[-1])))
-        room -= sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(piece[-1]))
-    return piece

@@ -4,11 +4,10 @@ The order of collectives, on every rank::
 
     start      a broadcast of the state to resume from, from rank 0; DDP's own, as the module is wrapped
                one object all-gather for each loader with a sampler of the user's
-               a broadcast of the folders of the log, from rank 0, unless there is no logger
     an epoch   one object all-gather: the numbers and sizes of all ranks' batches
                a vote: has every rank wrapped the same parameters before? If not, as at the start
                the block: see joinables.ddp; a rank that is out of data shadows the others
-                   with uneven="stop" and unknown lengths, a vote before each batch: does every rank have another one?
+                   with sync_batchnorm and unknown lengths, a vote before each batch: does every rank have another one?
                one object all-gather each: the metrics of the epoch, of its validation, of each hook at its end
                checkpoints at its end: see joinables.trainer.checkpoint
     a hook     all_gather or reduce of the module, if called: one object all-gather, and an all-gather or all-reduce
@@ -20,10 +19,8 @@ remainder at its end. So the n-th synchronised backward of one rank meets the n-
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -35,20 +32,19 @@ from join.errors import add_note
 from join.transfer import broadcast_tree
 from joinables.modules import keeping_modes, replaced
 from joinables.trainer import checkpoint, rng
-from joinables.trainer.checkpoint import FileCheckpointIO, keep_trained, weights_only
+from joinables.trainer.checkpoint import keep_trained
 from joinables.trainer.data import (
     Plan,
+    compare_first,
     gather_on_first,
     is_read_by_all,
-    known_length,
-    refuse_same,
     sampler_of,
     share,
 )
 from joinables.trainer.launch import Place
 from joinables.trainer.metrics import monitored
 from joinables.trainer.module import TrainModule, warn_of_own_state
-from joinables.trainer.run import Run, Task, TrainerState, is_limit
+from joinables.trainer.run import Run, Task
 from joinables.trainer.samples import SampleCounter, counts_samples
 
 logger = logging.getLogger("joinables")
@@ -57,7 +53,7 @@ logger = logging.getLogger("joinables")
 class Fit(Run):
     """Fit on one rank, which trains a module and validates it after every epoch if it has batches for that."""
 
-    def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, place: Place) -> None:
+    def __init__(self, trainer: Any, module: TrainModule, task: Task, place: Place) -> None:
         super().__init__(trainer, module, task, place)
         self._loader = self._val_loader = None
         self._hooks: list[Any] = []
@@ -65,23 +61,12 @@ class Fit(Run):
         """The number of batches in one optimizer step of this epoch."""
         self._window_samples = 0
         """The number of samples since the last optimizer step."""
-        self._has_warned = False  # of states that drift
-        self._needs_even = False
-        """Whether different numbers of batches are an error."""
+        self.plan = Plan((None,), False)
+        """The numbers and sizes of all ranks' batches: of the current epoch, or of the first one, before it."""
 
     @override
     def take_snapshot(self, active: bool) -> dict[str, Any] | None:
         return checkpoint.take(self, active)
-
-    @property
-    def steps_of_an_epoch(self) -> float:
-        """Number of optimizer steps in an epoch, from the lengths when the fit began; infinite if one is unknown."""
-        if self.plan.shortest is None:
-            return math.inf
-        batches = (
-            self.plan.shortest if self.trainer.uneven == "stop" else max(filter(None, self.plan.lengths), default=0)
-        )
-        return math.ceil(batches / self.trainer.accumulate_grad_batches)
 
     def start(self, train_loader: Any, val_loader: Any) -> None:
         """Wrap the module, build its optimizers, and resume from the snapshot of rank 0, if it has one."""
@@ -129,12 +114,14 @@ class Fit(Run):
         trainer = self.trainer
         self.position.redo_from_here()
         self._set_modes()
-        self.module.on_train_start()
         self.call("on_train_start")
-        if not self._is_within_limits and self.collective.rank == 0:
-            text = "This fit trains nothing, as %d epochs and %d steps reach max_epochs=%s or max_steps=%s. Raise them."
-            logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
         self._agree_to_stop()
+        if (trainer.should_stop or not self._is_within_limits) and self.collective.rank == 0:
+            text = (
+                "This fit trains nothing: %d epochs and %d steps reach max_epochs=%s or max_steps=%s, or a callback"
+                " stops it, such as EarlyStopping. Raise these limits, or its patience."
+            )
+            logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
         while self._is_within_limits and not trainer.should_stop:
             steps, is_resumed = trainer.global_step, self.position.resume_from is not None
             self._epoch()
@@ -142,16 +129,16 @@ class Fit(Run):
                 if self.collective.rank == 0:
                     reason = "No rank had a batch, a rank without batches stopped all, or no optimizer was stepped"
                     warnings.warn(f"An epoch made no optimizer step. {reason}.", stacklevel=2)
-                if not is_limit(trainer.max_epochs):
+                if trainer.max_epochs is None:
                     break  # the fit would never reach max_steps
         self._keep_trained()
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
         with self.fresh_metrics():
-            self._call_and_reduce("on_train_end")
+            self.call_and_reduce("on_train_end")
 
     def _keep_trained(self) -> None:
         """Put the trained weights where no failure of the user's last hooks can reach them."""
-        trainer, state, io = self.trainer, None, self.trainer.checkpoint_io if self.is_at_home else FileCheckpointIO()
+        trainer, state = self.trainer, None
         try:
             # On the CPU, since the trainer keeps the snapshot until the next fit.
             state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, self.snapshots.take())
@@ -159,8 +146,10 @@ class Fit(Run):
                 trainer.hand_over(state)
         except Exception as error:  # of a hook or a state of the user's, or since the disk is full
             if self.collective.rank == 0:
-                state = state or weights_only(self)
-                add_note(error, kept := f"The module was trained. {keep_trained(trainer.default_root_dir, io, state)}")
+                tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
+                counts = {"epochs": trainer.epochs, "global_step": trainer.global_step}
+                kept = keep_trained(trainer.default_root_dir, {**counts, "module": tensors})
+                add_note(error, kept := f"The module was trained. {kept}")
                 logger.error(kept)
             raise
         trainer.strategy.meet("has kept the trained weights")  # only then can a rank fail in a last hook
@@ -177,7 +166,7 @@ class Fit(Run):
         """Whether the fit has not reached its number of epochs or steps, which a hook may change."""
         trainer = self.trainer
         limits = (trainer.epochs, trainer.max_epochs), (trainer.global_step, trainer.max_steps)
-        return all(not is_limit(limit) or count < limit for count, limit in limits)
+        return all(limit is None or count < limit for count, limit in limits)
 
     def _wrap(self) -> None:
         """Wrap the module for training; a new wrapper is made if other parameters have to be reduced."""
@@ -197,25 +186,23 @@ class Fit(Run):
     def _epoch(self) -> None:
         trainer = self.trainer
         self.position.begin_epoch(trainer.epochs, self._loader)
-        self.module.on_train_epoch_start()
         self.call("on_train_epoch_start")
         trainer.strategy.meet("reads its first batch")
-        plan = Plan.agree(self.collective, self._loader)
-        if self.shown is not None:
-            self.shown.lengths = [plan.shortest] if trainer.uneven == "stop" else plan.lengths
+        self.plan = Plan.agree(self.collective, self._loader)
+        self.latest.clear()
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
-        finished = trainer.strategy.meet("has ended an epoch", self._train(plan))
+        finished = trainer.strategy.meet("has ended an epoch", self._train(self.plan))
         trained = self.reduce_metrics()
         if not finished:
             return  # a later fit resumes in the middle of this epoch
         self.position.redo_from_here()
         if self._val_loader is not None:
-            validated, _ = evaluate(self, self._val_loader, "validate")
+            validated = evaluate(self, self._val_loader, "validate")
             if (both := trained.keys() & validated) and self.collective.rank == 0:
                 warnings.warn(
-                    f"{', '.join(sorted(both))} was logged in training and in validation, so trainer.callback_metrics"
-                    " has the value of the validation. Log it under two names.",
+                    f"{', '.join(sorted(both))} was logged in training and in validation, so trainer.metrics has"
+                    " the value of the validation. Log it under two names.",
                     stacklevel=2,
                 )
         # Before the first optimizer step a scheduler has nothing to do, and torch would warn.
@@ -223,55 +210,33 @@ class Fit(Run):
             self._schedule("epoch")
         trainer.epochs += 1
         self.position.end_epoch()
-        self._call_and_reduce("on_train_epoch_end")
+        self.call_and_reduce("on_train_epoch_end")
         self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:
         """Stop on all ranks if one of them stops."""
         self.trainer.should_stop = not self.trainer.strategy.meet("begins an epoch", not self.trainer.should_stop)
 
-    def _call_and_reduce(self, hook: str) -> None:
-        """Call a hook of the module and of all callbacks; each sees the metrics that the previous ones have logged."""
-        self.samples = 1  # values logged in hooks weigh the same on all ranks
-        callbacks = (partial(getattr(called, hook), self.trainer, self.module) for called in self.trainer.callbacks)
-        for call in (getattr(self.module, hook), *callbacks):
-            call()
-            self.reduce_metrics()
-            self.store.clear()
-
     def _train(self, plan: Plan) -> bool:
         """Train on one epoch's batches and return whether this rank reached their end."""
-        uneven = self.trainer.uneven
-        self._needs_even = uneven != "stop" and getattr(self.trainer.strategy, "sync_batchnorm", False)
-        vote = (uneven == "stop" or self._needs_even) and plan.shortest is None and len(plan.lengths) > 1
+        needs_even, are_known = getattr(self.trainer.strategy, "sync_batchnorm", False), None not in plan.lengths
+        if needs_even and are_known and not plan.even:
+            self._refuse_uneven(f"The ranks have {plan.lengths} batches")
+        vote = needs_even and not are_known and len(plan.lengths) > 1
         self._accumulated = self.trainer.accumulate_grad_batches
         is_weighted = self._accumulated > 1 or not plan.equal_batches or counts_samples(self.module)
         self.weight_unit = plan.batch_size if is_weighted else None
-        even = plan.even or (uneven == "stop" and plan.shortest is not None)
-        if self._needs_even and not even and plan.shortest is not None:
-            self._refuse_uneven(f"The ranks have {plan.lengths} batches")
-        listed = [
-            *self.optimizers,
-            *(stepped.scheduler for stepped in self.schedulers),
-            *([self.scaler] if self.scaler.is_enabled() else []),
-            self.trainer,
-        ]
-        block = self.trainer.strategy.block(
-            listed,
-            enable=not even or is_weighted,
-            throw=uneven == "error",
-            transform_gradients=self._prepare_gradients,
-        )
-        apart = "" if even or vote else "an epoch in which ranks may have different numbers of batches"
-        limit, voting = plan.shortest if uneven == "stop" else None, self._while_all_have_one if vote else None
-        batches = self.position.batches(self._loader, limit, voting)
+        listed = [*self.optimizers, *(stepped.scheduler for stepped in self.schedulers), self.trainer]
+        enable = not plan.even or is_weighted
+        block = self.trainer.strategy.block(listed, enable=enable, transform_gradients=self._prepare_gradients)
+        apart = "" if plan.even or vote else "an epoch in which ranks may have different numbers of batches"
+        batches = self.position.batches(self._loader, self._while_all_have_one if vote else None)
         if len(plan.lengths) > 1 and self.trainer.epochs == 0 and is_read_by_all(self._loader):
-            batches = refuse_same(self.collective, batches)
+            batches = compare_first(self.collective, batches)
         with replaced(self, "apart", apart), block:
             finished = self._train_batches(batches)
             self.samples = 0  # values that this rank logs while it shadows others weigh nothing
-        if plan.shortest is not None and not (even or self._has_warned):
-            self._has_warned = True
+        if are_known and not plan.even and self.trainer.epochs == 0:
             warn_of_own_state([self.module, *self.trainer.callbacks])
         return finished
 
@@ -283,9 +248,7 @@ class Fit(Run):
         module, samples = self.module, SampleCounter(self.module, self._loader)
         for index, batch, is_last in batches:
             batch = self.take(batch, samples(batch, index))
-            told = [module.on_train_batch_start(batch, index)]
-            told += [each.on_train_batch_start(self.trainer, module, batch, index) for each in self.trainer.callbacks]
-            if -1 in told:
+            if -1 in self.call("on_train_batch_start", batch, index):
                 return True
             if module.automatic_optimization:
                 outputs = self._automatic_step(batch, index, is_last)
@@ -293,7 +256,6 @@ class Fit(Run):
                 with self.autocast():
                     outputs = module.training_step(batch, index)
             self.position.advance()
-            module.on_train_batch_end(outputs, batch, index)
             self.call("on_train_batch_end", outputs, batch, index)
             if not self._is_within_limits:
                 return is_last
@@ -305,15 +267,14 @@ class Fit(Run):
         while self.collective.reduce_boolean_decision(batch is not None):
             yield batch
             batch = next(batches, None)
-        if self._needs_even and self.collective.reduce_boolean_decision(batch is not None, all=False):
+        if self.collective.reduce_boolean_decision(batch is not None, all=False):
             self._refuse_uneven("The ranks have different numbers of batches")
 
     @staticmethod
     def _refuse_uneven(what: str) -> NoReturn:
         raise ValueError(
             f"{what}, and sync_batchnorm=True needs equally many on all ranks, since a rank without data has no samples"
-            " for SyncBatchNorm. Pass Trainer(uneven='stop'), or write the loop yourself over join.iterate, which runs"
-            " all ranks equally often. [J881]"
+            " for SyncBatchNorm. Write the loop yourself over join.iterate, which runs all ranks equally often. [J881]"
         )
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -334,13 +295,11 @@ class Fit(Run):
                 " samples as a tensor that depends on the parameters, or a dict with it under 'loss'. [J240]"
             )
         sync = is_last or (index + 1) % k == 0
-        self.backward(self.scaler.scale(loss), sync=sync)
+        self.backward(loss, sync=sync)
         if sync:
-            self.scaler.unscale_(optimizer)
             with replaced(self, "samples", self._window_samples):  # values logged there are of the whole step
                 self._prepare_gradients()
-            self.scaler.step(optimizer)
-            self.scaler.update()
+            optimizer.step()
             self.trainer.global_step += 1
             self._schedule("step")
         return cast("Any", outputs)
@@ -353,12 +312,9 @@ class Fit(Run):
                 stepped.scheduler.step(*([monitored(self.trainer.metrics, stepped.monitor)] if is_plateau else []))
 
     def _prepare_gradients(self) -> None:
-        """Call the user's hook and clip the gradients; under manual optimization, the training step does both."""
-        if not self.module.automatic_optimization:
-            return
-        self.module.on_before_optimizer_step(self.optimizers[0])
-        if self.trainer.gradient_clip_val is not None:
-            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.trainer.gradient_clip_val)
+        """Call the user's hook; under manual optimization, torch does, as a step begins."""
+        if self.module.automatic_optimization:
+            self.module.on_before_optimizer_step(self.optimizers[0])
 
     # Under manual optimization, torch calls these before and after each step of an optimizer.
 
@@ -374,8 +330,8 @@ class Fit(Run):
 # Each rank evaluates its own batches without communicating, so no rank shadows. Metrics are gathered at the end.
 
 
-def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[Any]]:
-    """Evaluate on ``loader`` and return the metrics over all ranks, and the outputs of a prediction by batch.
+def evaluate(run: Run, loader: Any, stage: str) -> Any:
+    """Evaluate on ``loader`` and return the metrics over all ranks, or the outputs of a prediction by batch.
 
     Rank 0 returns the outputs of all ranks, and the other ranks return none. They are in the order of the data set. If
     the trainer did not distribute the data, all outputs of rank 0 come first, then those of rank 1, and so on.
@@ -389,30 +345,23 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
     outputs: list[Any] = []
     with keeping_modes(module), torch.no_grad(), run.fresh_metrics():
         module.eval()
-        if run.shown is not None:
-            run.shown.lengths = [known_length(local)]
-        run.call("on_evaluation_start", stage)
         run.samples = 1  # values logged in a hook weigh the same on all ranks
-        getattr(module, f"on_{name}_epoch_start")()
+        run.call(f"on_{name}_epoch_start")
         samples = SampleCounter(module, local)
         with replaced(run, "apart", f"a batch of {name}"):
             for index, batch in enumerate(rng.iterate(local)):
                 batch = run.take(batch, samples(batch, index))
                 with run.autocast():
                     output = getattr(module, f"{name}_step")(batch, index)
-                run.call("on_evaluation_batch_end", output, batch, index, stage)
                 if stage == "predict":
                     outputs.append(map_tensors(_on_cpu, output))
-        run.samples = 1
-        getattr(module, f"on_{name}_epoch_end")()
-        metrics = run.reduce_metrics()
-        run.store.clear()
+        metrics = run.call_and_reduce(f"on_{name}_epoch_end")
         parts = gather_on_first(run.collective, outputs)
-        run.call("on_evaluation_end", stage)
-        metrics.update(run.reduce_metrics())
+    if stage != "predict":
+        return metrics
     if local is loader:
-        return metrics, [output for part in parts for output in part]
-    return metrics, [part[index] for index in range(max(map(len, parts))) for part in parts if index < len(part)]
+        return [output for part in parts for output in part]
+    return [part[index] for index in range(max(map(len, parts))) for part in parts if index < len(part)]
 
 
 def local_loader(run: Run, loader: Any) -> Any:
@@ -451,30 +400,24 @@ def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Ten
 
 def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:
     """Return the optimizers and schedulers in the result of ``configure_optimizers``."""
-    optimizers: list[torch.optim.Optimizer] = []
-    schedulers: list[Scheduler] = []
     parts = list(cast("Sequence[Any]", configured)) if isinstance(configured, (list, tuple)) else [configured]
-    if isinstance(configured, tuple) and len(parts) == 2 and all(isinstance(part, list) for part in parts):
-        parts = [*parts[0], *({"lr_scheduler": scheduler} for scheduler in parts[1])]
+    optimizers, schedulers = list[torch.optim.Optimizer](), list[Scheduler]()
     for part in parts:
-        options: Any = {"optimizer": part} if isinstance(part, torch.optim.Optimizer) else part
-        if not isinstance(options, dict) or not options.keys() <= {"optimizer", "lr_scheduler", "monitor"}:
+        options = cast("dict[str, Any]", part if isinstance(part, dict) else {"optimizer": part})
+        scheduler = options.get("lr_scheduler")
+        own = cast("dict[str, Any]", scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler})
+        if (
+            not isinstance(options.get("optimizer"), torch.optim.Optimizer)
+            or not options.keys() <= {"optimizer", "lr_scheduler"}
+            or not own.keys() <= {"scheduler", "interval", "monitor"}
+            or own.get("interval", "epoch") not in ("epoch", "step")
+        ):
             raise TypeError(
-                f"configure_optimizers returned {configured!r}, which has no known form. Return an optimizer, a list"
-                ' of them, ([optimizers], [schedulers]), or {"optimizer": ..., "lr_scheduler": ..., "monitor": ...}.'
-                " [J247]"
+                f"configure_optimizers returned {configured!r}, which has no known form. Return an optimizer,"
+                ' {"optimizer": ..., "lr_scheduler": ...} or a list of these. A scheduler may be {"scheduler": ...,'
+                ' "interval": "epoch" or "step", "monitor": ...}. [J247]'
             )
-        options = cast("dict[str, Any]", options)
-        optimizers += [options["optimizer"]] if "optimizer" in options else []
-        configured_scheduler: Any = options.get("lr_scheduler")
-        if configured_scheduler is not None:
-            is_dict = isinstance(configured_scheduler, dict)
-            own = cast("dict[str, Any]", configured_scheduler if is_dict else {"scheduler": configured_scheduler})
-            interval = own.get("interval", "epoch")
-            if interval not in ("epoch", "step") or own.get("frequency", 1) != 1:
-                raise ValueError(
-                    f"The scheduler {own!r} has an interval or a frequency that the trainer does not support. Use the"
-                    " interval 'epoch' or 'step', and the frequency 1. [J253]"
-                )
-            schedulers.append(Scheduler(own["scheduler"], interval, own.get("monitor", options.get("monitor"))))
+        optimizers.append(options["optimizer"])
+        if scheduler is not None:
+            schedulers.append(Scheduler(own["scheduler"], own.get("interval", "epoch"), own.get("monitor")))
     return optimizers, schedulers

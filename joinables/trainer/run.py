@@ -6,12 +6,12 @@ A run lives in the process of its rank, from the start of the rank's work to its
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -25,12 +25,10 @@ from joinables.modules import replaced
 from joinables.trainer import rng
 from joinables.trainer.data import UnevenDistributedSampler, set_epoch
 from joinables.trainer.launch import Place
-from joinables.trainer.metrics import Logged, MetricStore, Reduction, Shown
-from joinables.trainer.module import Callback, TrainModule
+from joinables.trainer.metrics import MetricStore, Reduction
+from joinables.trainer.module import TrainModule
 from joinables.trainer.samples import is_movable
 from joinables.trainer.strategy import Strategy
-
-Uneven: TypeAlias = Literal["join", "stop", "error"]
 
 
 @dataclass(frozen=True)
@@ -52,50 +50,6 @@ class Task:
     home: int
     random: dict[str, Any]
     seed: int
-
-
-class TrainerState:
-    """The part of a trainer that its runs read and change."""
-
-    epochs: int = 0
-    """Number of completed epochs, over all fits of the module."""
-    global_step: int = 0
-    """Number of optimizer steps, over all fits of the module."""
-    strategy: Strategy
-    accelerator: str
-    num_nodes: int
-    callbacks: list[Callback]
-    dtype: torch.dtype
-    seed: int | None
-    max_epochs: int | None  # without limit: ``None``, or -1, as Lightning writes it
-    max_steps: int | None
-    accumulate_grad_batches: int
-    gradient_clip_val: float | None
-    uneven: Uneven
-    metrics: dict[str, float]
-    should_stop: bool
-    checkpoint_io: Any
-    default_root_dir: Path
-
-    def hand_over(self, state: dict[str, Any]) -> None:
-        """Keep the snapshot of the end of a fit; see ``Trainer``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts, and the states of the callbacks; a rank that was out of data early loads these."""
-        callbacks = {callback.state_key: callback.state_dict() for callback in self.callbacks}
-        return {"epochs": self.epochs, "global_step": self.global_step, "callbacks": callbacks}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state. A callback that has none there stays as it is."""
-        self.epochs, self.global_step = state["epochs"], state["global_step"]
-        for callback in self.callbacks:
-            if callback.state_key in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][callback.state_key])
-
-
-def is_limit(count: int | None) -> TypeGuard[int]:
-    """Return whether ``max_epochs`` or ``max_steps`` is a limit; ``None`` and -1 are none."""
-    return count not in (None, -1)
 
 
 class Snapshots(OnGroup, Burst):
@@ -189,7 +143,7 @@ class Position:
         self._random_to_resume = rng.capture()
 
     def batches(
-        self, loader: Any, limit: int | None, voting: Callable[[Iterator[Any]], Iterator[Any]] | None
+        self, loader: Any, voting: Callable[[Iterator[Any]], Iterator[Any]] | None
     ) -> Iterator[tuple[int, Any, bool]]:
         """Yield the batches of an epoch, from the position in which the fit resumes.
 
@@ -198,9 +152,8 @@ class Position:
 
         Args:
             loader: This rank's batches.
-            limit: The largest number of batches.
-            voting: If ranks do not know each other's number of batches, a function of the batches. It yields them
-                until a rank has no more.
+            voting: If ranks must have the same number of batches and do not know it, a function of the batches. It
+                yields them until a rank has no more.
         """
         part, self.resume_from = self.resume_from, None
         resumed = part if part is not None and part["random_at_start"] is not None else None
@@ -210,13 +163,10 @@ class Position:
             self._metrics.clear()
             self._metrics.merge(resumed["metrics"])
         self._random_at_start, self._random_to_resume = rng.capture(), None
-        # Workers of a loader have random states of their own, which only reading brings to this position.
-        skips = self.sampler is not None and not getattr(loader, "num_workers", 0)
-        skipped = self.batches_trained if skips else 0
+        skipped = 0
         if self.sampler is not None:
-            self.sampler.skip = skipped
-        left = None if limit is None else max(limit - skipped, 0)
-        numbered: Iterator[tuple[int, Any]] = islice(enumerate(rng.iterate(loader), skipped), left)
+            self.sampler.skip = skipped = self.batches_trained
+        numbered: Iterator[tuple[int, Any]] = enumerate(rng.iterate(loader), skipped)
         for _ in range(self.batches_trained - skipped):
             next(numbered, None)
         if resumed is not None:
@@ -255,7 +205,7 @@ class Run:
     apart: str = ""
     """Current place, if other ranks may not reach it, so that a call which waits for them is refused."""
 
-    def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, place: Place) -> None:
+    def __init__(self, trainer: Any, module: TrainModule, task: Task, place: Place) -> None:
         self.trainer, self.module, self.task, self.place = trainer, module, task, place
         self.device = trainer.strategy.device(trainer.accelerator, place)
         self.is_at_home = os.getpid() == task.home
@@ -267,50 +217,37 @@ class Run:
         """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the current batch."""
-        self.shown: Shown | None = None
-        """Values that are shown, if this rank shows any."""
+        self.latest: dict[str, float] = {}
+        """The metrics of the current epoch or evaluation that loggers have not received."""
         self.position = Position(self.store, trainer.epochs)
         self.weight_unit: int | None = None
         """The number of samples that weigh 1 in gradients; ``None`` if all batches weigh the same."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=trainer.dtype is torch.float16)
-
-    def _place(self) -> None:
-        self.module.to(self.device, torch.float64 if self.trainer.dtype is torch.float64 else None)
 
     def set_up(self) -> None:
         """Call the hooks that come before the stage, which may add parts to the module."""
-        self._place()
+        self.module.to(self.device)
         if self.place.local_rank == 0:
             with replaced(self, "apart", "prepare_data"):
                 self.module.prepare_data()
         self.trainer.strategy.meet("has prepared its data")
         self.call("setup", self.task.stage)
-        self.module.setup(self.task.stage)
-        self._place()
+        self.module.to(self.device)
 
     def take(self, batch: Any, samples: int) -> Any:
-        """Return the batch, with this number of samples, on the device and in the run's precision."""
+        """Return the batch, with this number of samples, on the device."""
         self.samples = samples
         self.trainer.strategy.moves()
-        if self.shown is not None:
-            self.shown.step.clear()
-        doubles = self.trainer.dtype is torch.float64
-        if self.device.type == "cpu" and not doubles:
+        if self.device.type == "cpu":
             return batch
 
-        def taken(tensor: torch.Tensor) -> torch.Tensor:
-            dtype = torch.float64 if doubles and tensor.is_floating_point() else None
-            return tensor.to(self.device, dtype, non_blocking=True)
+        def taken(part: Any) -> Any:
+            if is_movable(part):
+                return part.to(self.device)
+            return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), part)
 
-        def taken_part(part: Any) -> Any:
-            if not is_movable(part):
-                return map_tensors(taken, part)
-            moved = part.to(self.device)
-            return moved.to(torch.float64) if doubles else moved
-
-        return pytree.tree_map(taken_part, batch, is_leaf=is_movable)
+        return pytree.tree_map(taken, batch, is_leaf=is_movable)
 
     def take_snapshot(self, active: bool) -> dict[str, Any] | None:
         """Return a snapshot of a fit on one rank; ``active`` says whether this rank still has data."""
@@ -318,38 +255,39 @@ class Run:
 
     def autocast(self) -> torch.autocast:
         """Return the context for a forward, in mixed precision or as the module is."""
-        dtype = self.trainer.dtype
-        is_mixed = dtype in (torch.bfloat16, torch.float16)
-        return torch.autocast(self.device.type, dtype if is_mixed else None, enabled=is_mixed)
+        is_mixed = self.trainer.dtype is torch.bfloat16
+        return torch.autocast(self.device.type, self.trainer.dtype if is_mixed else None, enabled=is_mixed)
 
-    def call(self, hook: str, *args: Any) -> None:
-        """Call a hook of all callbacks."""
-        for callback in self.trainer.callbacks:
-            getattr(callback, hook)(self.trainer, self.module, *args)
+    def hooks(self, name: str) -> list[Callable[..., Any]]:
+        """Return a hook of the module, and those of all callbacks, in the order in which they are called."""
+        trainer, module = self.trainer, self.module
+        callbacks = (each for each in trainer.callbacks if hasattr(each, name))
+        return [getattr(module, name), *(partial(getattr(each, name), trainer, module) for each in callbacks)]
 
-    def log(self, name: str, value: Any, samples: int | None, reduce_fx: Reduction, to: Sequence[bool]) -> None:
-        """Record a metric; arguments as of ``TrainModule.log``.
+    def call(self, hook: str, *args: Any) -> list[Any]:
+        """Call a hook of the module and of all callbacks, and return their results."""
+        return [call(*args) for call in self.hooks(hook)]
 
-        Args:
-            name: The metric's name.
-            value: Its value in this step or hook.
-            samples: The number of samples; ``None`` for the samples of the current batch.
-            reduce_fx: The reduction of the values to one.
-            to: Whether a progress bar shows it, whether loggers receive it, also of single steps, and whether the epoch
-                has it.
+    def call_and_reduce(self, hook: str) -> dict[str, float]:
+        """Call a hook of the module and of all callbacks, and return the metrics so far.
+
+        Each sees the metrics that the previous ones have logged.
         """
+        self.samples, metrics = 1, dict[str, float]()  # values logged in hooks weigh the same on all ranks
+        for call in self.hooks(hook):
+            call()
+            metrics.update(self.reduce_metrics())
+            self.store.clear()
+        return metrics
+
+    def log(self, name: str, value: Any, samples: int | None, reduce_fx: Reduction) -> None:
+        """Record a metric; arguments as of ``TrainModule.log``. ``None`` stands for the samples of the batch."""
         if not self.takes_metrics:
             raise RuntimeError(
-                f"Metric {name!r} was logged in a prediction, or in a callback's on_start or on_end, which have no"
-                " metrics. Log it in a step or another hook. [J272]"
+                f"Metric {name!r} was logged in a prediction or in teardown, which have no metrics. Log it in a step or"
+                " another hook. [J272]"
             )
         self.store.record(name, value, self.samples if samples is None else samples, reduce_fx)
-        if to[:2] != (False, True) or not to[3]:
-            metric = self.store[name]
-            metric.prog_bar, metric.logger, metric.on_epoch = to[0], to[1], to[3]
-        if self.shown is not None:
-            held = value.detach() if isinstance(value, torch.Tensor) else value
-            self.shown.step[name] = Logged(held, to[0], to[2], f"{name}_step" if to[3] else name)
 
     def together(self, call: str) -> Strategy:
         """Return the strategy for a call that all ranks make.
@@ -361,7 +299,7 @@ class Run:
             raise RuntimeError(
                 f"self.{call} was called in {self.apart}, where it could wait forever for ranks that do not call it."
                 " Call it in a hook that all ranks run, such as on_train_epoch_end or on_validation_epoch_end, or pass"
-                " the value to self.log. Training steps may call it in all epochs with Trainer(uneven='stop'). [J703]"
+                " the value to self.log. Training steps may call it if all ranks have equally many batches. [J703]"
             )
         return self.trainer.strategy
 
@@ -369,11 +307,9 @@ class Run:
         """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""
         self.trainer.strategy.meet("reduces metrics")
         metrics = self.store.reduce(self.collective)
-        if self.shown is not None:
-            self.shown.metrics.update(metrics)
-        values = {name: metric.value for name, metric in metrics.items()}
-        self.trainer.metrics.update(values)
-        return values
+        self.latest.update(metrics)
+        self.trainer.metrics.update(metrics)
+        return metrics
 
     def fresh_metrics(self) -> AbstractContextManager[None]:
         """Return a context in which metrics are recorded in a separate store."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from numbers import Number
 from typing import Any
 
 import torch
 
-from join.batch import samples_in, tensors_in
-from join.collectives._torch_private import pytree
-from join.read_ahead import length_of
+from join.batch import tensors_in
 from joinables.trainer.data import known_length, sizes_of
 from joinables.trainer.module import TrainModule
 
@@ -39,38 +36,26 @@ class SampleCounter:
 
     def __call__(self, batch: Any, index: int) -> int:
         """Return the number of samples in the batch with this index."""
-        if self._counts and (own := type(self._module).batch_size(self._module, batch)) is not None:
+        kind = type(self._module)
+        if self._counts and (own := kind.batch_size(self._module, batch)) is not None:
             return int(own)
-        samples, expected = samples_in(batch), self._rest if index == self._last else self._full
-        if samples == expected:
-            return samples
-        lengths = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
+        expected = self._rest if index == self._last else self._full
+        lengths = [len(tensor) for tensor in tensors_in(batch) if tensor.dim()]
+        if expected is not None and (expected in lengths or not lengths):
+            return expected
         if not lengths:
-            return self._ask(batch) if expected is None else expected
-        if expected in lengths:
-            return expected or 0
-        if expected is not None or len(lengths) > 1:
+            raise TypeError(
+                "A batch has no tensor with rows, so the trainer cannot count its samples. Define"
+                f" batch_size(self, batch) in {kind.__name__}, which returns the number. [J644]"
+            )
+        if expected is not None or len(set(lengths)) > 1:
             warnings.warn(
                 "The tensors of a batch have different lengths, or another length than the number of its samples in the"
                 " data set. The trainer counts the rows of the first tensor as samples, and means are over samples."
-                f" Define batch_size(self, batch) in {type(self._module).__name__}, which returns the number of"
-                " samples.",
+                f" Define batch_size(self, batch) in {kind.__name__}, which returns the number of samples.",
                 stacklevel=2,
             )
-        return samples
-
-    def _ask(self, batch: Any) -> int:
-        """Return the number of samples that an object without tensors says it has; 1 for numbers and texts."""
-        leaves, plain = pytree.tree_leaves(batch, is_leaf=is_movable), (torch.Tensor, Number, str, bytes, type(None))
-        objects = [leaf for leaf in leaves if not isinstance(leaf, plain)]
-        counts = (getattr(each, "num_graphs", None) or length_of(each) for each in objects)
-        if (count := next((count for count in counts if count is not None), None)) is None and objects:
-            raise TypeError(
-                f"A batch has an object of type {type(objects[0]).__name__}, which has no length, so the trainer cannot"
-                f" count its samples. Define batch_size(self, batch) in {type(self._module).__name__}, which returns"
-                " the number. [J644]"
-            )
-        return 1 if count is None else count
+        return lengths[0]
 
 
 def is_movable(part: Any) -> bool:

@@ -34,19 +34,9 @@ backends.mkldnn.matmul.fp32_precision backends.mkldnn.conv.fp32_precision backen
 
 def _settings() -> dict[str, _Accessors]:
     """Return the functions that read and change each setting of torch."""
-    torch_: Any = torch
-    found: dict[str, _Accessors] = {
-        "default device": (lambda: torch_.get_default_device().type, torch_.set_default_device),
-        "anomaly": (
-            lambda: (torch_.is_anomaly_enabled(), torch_.is_anomaly_check_nan_enabled()),
-            lambda modes: torch_.autograd.set_detect_anomaly(*modes),
-        ),
-    }
-    for name in ("default_dtype", "deterministic_debug_mode", "float32_matmul_precision"):
+    found: dict[str, _Accessors] = {}
+    for name in ("default_device", "default_dtype", "deterministic_debug_mode", "float32_matmul_precision"):
         found[name] = getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}")
-    for name in ("flash", "mem_efficient", "math", "cudnn"):
-        cuda: Any = torch.backends.cuda
-        found[f"{name}_sdp"] = getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp")
     for path in _FLAGS.split():
         holder, _, name = path.rpartition(".")
         found[path] = partial(attrgetter(path), torch), partial(_set, holder, name)

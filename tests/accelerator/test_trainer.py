@@ -111,8 +111,9 @@ class Registers(DDPStrategy):
 def launch(rank: int) -> None:
     """A script that trains on what accelerator there is, on two devices of it."""
     module = Regression("sim")
-    result = Trainer(devices=2, max_epochs=1, strategy=Registers(), logger=False).fit(module, loader())
-    assert result.global_step == 5 and module.net[0].weight.device.type == "cpu"
+    run = Trainer(devices=2, max_epochs=1, strategy=Registers(), logger=False)
+    run.fit(module, loader())
+    assert run.global_step == 5 and module.net[0].weight.device.type == "cpu"
     dist.destroy_process_group()
     with pytest.raises(LaunchError, match="This process has used its GPU"):
         Trainer(accelerator="gpu", devices=2, strategy="ddp_fork", logger=False).fit(module, loader())

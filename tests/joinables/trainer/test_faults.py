@@ -35,20 +35,30 @@ class Stream(IterableDataset[Any]):
         return iter([samples[index] for index in range(rank, 26, ranks)])
 
 
-def reads(rank: int, kind: str) -> str:
-    stream = Stream(kind == "split")
-    data: Any = DataLoader(stream, 4) if kind != "list" else list(DataLoader(stream, 4))
-    try:
-        trainer().fit(Classifier(), data)
-    except ValueError as error:
-        return str(error)
-    return ""
+class Shuffled(Stream):
+    def __iter__(self) -> Any:
+        return iter(sorted(super().__iter__(), key=lambda sample: sample[0][dist.get_rank()].item())[:10])
 
 
-@pytest.mark.parametrize("kind", ["whole", "list", "split"])
+def reads(rank: int, kind: str) -> tuple[str, list[str]]:
+    stream = Shuffled(False) if kind == "shuffled" else Stream(kind == "split")
+    data: Any = DataLoader(stream, 8) if kind != "list" else list(DataLoader(stream, 8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer().fit(Classifier(), data)
+        except ValueError as error:
+            return str(error), []
+    return "", [str(each.message) for each in caught if "same samples" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", ["whole", "list", "split", "shuffled"])
 def test_a_stream_that_every_rank_reads(pool: Pool, kind: str) -> None:
-    for text in pool.run(reads, kind):
-        assert ("ranks [0, 1, 2] begins with the same batch" in text and "[J882]" in text) == (kind != "split")
+    """In the same order, or in different ones."""
+    for rank, (text, warned) in enumerate(pool.run(reads, kind)):
+        told = "ranks [0, 1, 2] begins with the same batch" in text and "[J882]" in text
+        assert told == (kind in ("whole", "list"))
+        assert len(warned) == (kind == "shuffled" and rank == 0)
 
 
 # -- hooks of batches
@@ -206,7 +216,7 @@ def test_what_manual_optimization_calls(pool: Pool) -> None:
 
 def test_estimates_and_loggers(tmp_path: Path) -> None:
     log, found = CSVLogger(tmp_path), list[Any]()
-    run = trainer(max_epochs=-1, max_steps=5, logger=[log])
+    run = trainer(max_steps=5, logger=[log])
     module = Classifier()
     module.on_train_start = lambda: found.append((run.estimated_stepping_batches, module.logger))  # type: ignore[method-assign]
     run.fit(module, loader(18, 6))

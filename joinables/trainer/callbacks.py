@@ -91,8 +91,8 @@ class ModelCheckpoint(Callback):
             return list(reversed(self._kept))
 
         def order(path: str) -> tuple[bool, float]:
-            score = self._kept[path]
-            return (True, 0.0) if math.isnan(score) else (False, score if self._mode == "min" else -score)
+            score = self._kept[path] if self._mode == "min" else -self._kept[path]
+            return math.isnan(score), score
 
         return sorted(self._kept, key=order)
 
@@ -202,22 +202,17 @@ class EarlyStopping(Callback):
         check_choice("mode", mode, ("min", "max"))
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
         self._patience, self._min_delta = patience, min_delta
-        self._best = self._latest = math.inf
-        self._waited = 0
+        self._best = math.inf
+        self._waited: float = 0
 
     @property
     @override
     def state_key(self) -> str:
         return f"EarlyStopping({self._monitor})"
 
-    @property
-    def _is_over(self) -> bool:
-        """Whether the metric has not improved for ``patience`` epochs, or is NaN."""
-        return self._waited >= max(self._patience, 1) or math.isnan(self._latest)
-
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """End the fit if it was ended before."""
-        trainer.should_stop |= self._is_over
+        trainer.should_stop |= self._waited >= max(self._patience, 1)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Compare the metric with its best value."""
@@ -225,14 +220,13 @@ class EarlyStopping(Callback):
         if value < self._best - self._min_delta:
             self._best, self._waited = value, 0
         else:
-            self._waited += 1
-        self._latest = value
-        trainer.should_stop |= self._is_over
+            self._waited = math.inf if math.isnan(value) else self._waited + 1
+        trainer.should_stop |= self._waited >= max(self._patience, 1)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "waited": self._waited, "latest": self._latest}
+        return {"best": self._best, "waited": self._waited}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._best, self._waited, self._latest = state["best"], state["waited"], state["latest"]
+        self._best, self._waited = state["best"], state["waited"]

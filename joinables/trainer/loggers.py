@@ -6,19 +6,25 @@ objects. Rank 0 calls them. A log never ends a fit: a logger that raises is not 
 
 from __future__ import annotations
 
+import builtins
 import csv
 import io
 import json
 import math
+import shutil
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from join.errors import described
 from joinables.trainer.files import replacing
 from joinables.trainer.module import Callback, TrainModule
+from joinables.trainer.output import screen
 
 
 class CSVLogger:
@@ -85,9 +91,8 @@ def loggers_of(argument: Any) -> list[Any]:
     Raises:
         TypeError: If an object is not a logger.
     """
-    if argument is None or argument is False:
-        return []
-    loggers = list(cast("Sequence[Any]", argument)) if isinstance(argument, (list, tuple)) else [argument]
+    is_several = isinstance(argument, (list, tuple))
+    loggers = list(cast("Sequence[Any]", argument)) if is_several else [argument] * (argument not in (None, False))
     for each in loggers:
         if not (callable(getattr(each, "log_metrics", None)) and callable(getattr(each, "log_hyperparams", None))):
             raise TypeError(
@@ -110,7 +115,7 @@ class Logs(Callback):
 
     def setup(self, trainer: Any, module: TrainModule, stage: str) -> None:
         """Log the hyperparameters."""
-        self._open = list(self.loggers) if trainer.is_global_zero and stage != "predict" else []
+        self._open = list(self.loggers) if trainer.global_rank == 0 and stage != "predict" else []
         if isinstance(params := getattr(module, "hparams", None), Mapping):
             self._each(lambda logger: logger.log_hyperparams(cast("Any", params)))
 
@@ -129,12 +134,8 @@ class Logs(Callback):
 
     def on_train_start(self, trainer: Any, module: TrainModule) -> None:
         """Have files continue at the step where the fit begins."""
-
-        def begin(each: Any) -> None:
-            if isinstance(each, CSVLogger):
-                each.begin(trainer.global_step, trainer.epochs)
-
-        self._each(begin)
+        step, epoch = trainer.global_step, trainer.epochs
+        self._each(lambda each: each.begin(step, epoch) if isinstance(each, CSVLogger) else None)
 
     def on_train_epoch_end(self, trainer: Any, module: TrainModule) -> None:
         """Log the metrics of the epoch."""
@@ -164,9 +165,71 @@ class Logs(Callback):
         """Tell loggers that the run has ended."""
         status = "failed" if sys.exc_info()[0] else "success"
 
-        def end(each: Any) -> None:
-            if hasattr(each, "finalize"):
-                each.finalize(status)
-
-        self._each(end)
+        self._each(lambda each: each.finalize(status) if hasattr(each, "finalize") else None)
         self._open = []
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+_PAUSE = 0.2  # seconds between two pictures; each waits for the device, since it shows the loss
+
+
+def is_watched() -> bool:
+    """Return whether a person may look at stderr: it is a terminal, or this is a notebook."""
+    return hasattr(builtins, "__IPYTHON__") or (cast("Any", sys.stderr) is not None and sys.stderr.isatty())
+
+
+class ProgressBar(Callback):
+    """Callback that shows a line for each epoch and each evaluation on rank 0.
+
+    While batches run, the line has their number, the loss of this rank, and the number of ranks with data, and is
+    written again in place. At the end, it has the metrics, and stays.
+    """
+
+    def __init__(self) -> None:
+        self._width = 0  # of the line on the screen that will be written again
+        self._next_picture = 0.0
+
+    def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Show the number of batches, at most a few times a second."""
+        lengths, done = trainer.run.plan.lengths, batch_idx + 1
+        if trainer.global_rank != 0 or (done != lengths[0] and time.monotonic() < self._next_picture):
+            return
+        self._next_picture = time.monotonic() + _PAUSE
+        parts = [
+            f"Epoch {trainer.current_epoch + 1}: {done} of {lengths[0] if None in lengths else max(lengths)} batches"
+        ]
+        loss: Any = cast("dict[str, Any]", outputs).get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            parts += [f"loss={loss.item():.4g}"]
+        if len(lengths) > 1 and None not in lengths:
+            ends = done == lengths[0] < max(lengths)  # no hook runs here while rank 0 shadows
+            left = sum(length > batch_idx + ends for length in lengths)
+            parts += [f"{'waits for ' * ends}{left} of {len(lengths)} ranks"]
+        columns = shutil.get_terminal_size().columns  # a longer line could not be written again
+        self._write(", ".join(parts)[: columns - 1], "")
+
+    def on_train_epoch_end(self, trainer: Any, module: TrainModule) -> None:
+        """Show the metrics of the epoch."""
+        self._end(trainer, f"Epoch {trainer.current_epoch + 1}")
+
+    def on_validation_epoch_end(self, trainer: Any, module: TrainModule) -> None:
+        """Show the metrics of an evaluation by itself."""
+        if trainer.run.task.stage != "fit":  # the line of the epoch has the metrics of its validation
+            self._end(trainer, trainer.run.task.stage)
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+    def teardown(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        """End the line of an epoch that did not end."""
+        if self._width:  # the run has raised, or max_steps has ended it within an epoch
+            self._write("", "\n")
+
+    def _end(self, trainer: Any, title: str) -> None:
+        if trainer.global_rank == 0:
+            metrics = ", ".join(f"{name}={value:.4g}" for name, value in trainer.run.latest.items())
+            self._write(f"{title}: {metrics}", "\n")
+
+    def _write(self, text: str, end: str) -> None:
+        print("\r" * bool(self._width) + text.ljust(self._width), end=end, file=screen(), flush=True)
+        self._width = 0 if end else len(text)

@@ -35,10 +35,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Never, override
+from typing_extensions import override
 
 from join.collectives._torch_private import pytree
-from joinables.trainer.arguments import REST, lacking, refuse_unknown
+from joinables.trainer.arguments import REST, lacking
 from joinables.trainer.metrics import Reduction
 
 
@@ -176,20 +176,11 @@ class TrainModule(torch.nn.Module):
     def on_train_end(self) -> None:
         """Called after the last epoch of a fit."""
 
-    def on_validation_epoch_start(self) -> None:
-        """Called before the validation batches."""
-
     def on_validation_epoch_end(self) -> None:
         """Called after the validation batches, before their metrics are averaged."""
 
-    def on_test_epoch_start(self) -> None:
-        """Called before the test batches."""
-
     def on_test_epoch_end(self) -> None:
         """Called after the test batches, before their metrics are averaged."""
-
-    def on_predict_epoch_start(self) -> None:
-        """Called before the batches of a prediction."""
 
     def on_predict_epoch_end(self) -> None:
         """Called after the batches of a prediction."""
@@ -217,13 +208,7 @@ class TrainModule(torch.nn.Module):
         return self._trainer
 
     def log(
-        self,
-        name: str,
-        value: float | torch.Tensor,
-        *,
-        reduce_fx: Reduction = "mean",
-        batch_size: int | None = None,
-        **others: Never,
+        self, name: str, value: float | torch.Tensor, *, reduce_fx: Reduction = "mean", batch_size: int | None = None
     ) -> None:
         """Record a metric.
 
@@ -235,14 +220,12 @@ class TrainModule(torch.nn.Module):
             value: A number, or a tensor with one element. For ``"mean"``, it is the mean over the samples of the batch.
             reduce_fx: The reduction of the values to one. ``"mean"`` weights them by their numbers of samples.
             batch_size: The number of samples that the value is the mean of; by default, the samples of the batch.
-            **others: None; unknown names raise an error.
 
         Raises:
             ValueError: If ``reduce_fx`` is unknown, or differs from the metric's previous one.
             TypeError: If the value is not one number.
             RuntimeError: In a prediction.
         """
-        refuse_unknown(self.log, others)
         self.trainer.run.log(name, value, batch_size, reduce_fx)
 
     def all_gather(self, tensor: torch.Tensor | float) -> torch.Tensor:
@@ -420,23 +403,14 @@ def check_module(module: Any, stage: str) -> None:
     refuse_hooks(module)
 
 
-def check_callback(callback: Any) -> None:
-    """Raise a ``TypeError`` for an object that is not a callback, or has hooks that are never called."""
-    if not isinstance(callback, Callback):
-        kind = type(callback).__name__
-        raise TypeError(f"callbacks has an object of type {kind}. Derive it from joinables.trainer.Callback. [J177]")
-    refuse_hooks(callback)
-
-
 def warn_of_own_state(objects: Sequence[TrainModule | Callback]) -> None:
     """Warn of modules that hooks of batches may change, and that a rank out of data does not receive afterwards."""
     own = vars(torch.nn.Module())
     for each in objects:
-        kind, hooks = type(each), ("on_train_batch_start", "on_train_batch_end")
-        changes = any(getattr(kind, hook, None) is not getattr(TrainModule, hook, None) for hook in hooks)
-        if isinstance(each, Callback):
-            changes = any(hasattr(kind, hook) for hook in hooks) and kind.state_dict is Callback.state_dict
-        if not changes:
+        base: Any = TrainModule if isinstance(each, TrainModule) else Callback
+        hooks = "on_train_batch_start", "on_train_batch_end"
+        changes = any(getattr(type(each), hook, None) is not getattr(base, hook, None) for hook in hooks)
+        if not changes or (base is Callback and type(each).state_dict is not Callback.state_dict):
             continue
         held = [
             name

@@ -51,7 +51,7 @@ class Brings(Callback):
 
 def test_hooks_are_called_in_order() -> None:
     def evaluation(name: str, batches: int) -> list[str]:
-        return [f"on_{name}_epoch_start", *[f"{name}_step"] * batches, f"on_{name}_epoch_end"]
+        return [*[f"{name}_step"] * batches, f"on_{name}_epoch_end"]
 
     step = ["on_before_optimizer_step"]
     batches = ["on_train_batch_start", "training_step", "on_train_batch_end"]

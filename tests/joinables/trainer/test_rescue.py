@@ -85,7 +85,7 @@ class Fails(Callback):
         self.is_trained = True
         if self.where == "hook":
             raise KeyError(self.where)
-        if self.where == "exit" and trainer.is_global_zero:
+        if self.where == "exit" and trainer.global_rank == 0:
             sys.exit("text")
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:

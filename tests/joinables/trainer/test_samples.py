@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from joinables.trainer import TrainModule
-from joinables.trainer.samples import SampleCounter
+from joinables.trainer.data import SampleCounter
 from tests.harness import Pool
 from tests.joinables.trainer.modules import FEATURES, dataset
 from tests.joinables.trainer.ranks import trainer

@@ -253,7 +253,7 @@ from tests.joinables.trainer.modules import Classifier, loader
 
 class Slow(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.is_global_zero:
+        if trainer.global_rank == 0:
             open(sys.argv[2], "w").close()
         time.sleep(60)
 
@@ -396,9 +396,15 @@ def test_callbacks_begin_anew_with_another_module(tmp_path: Path) -> None:
         assert len(keeper.state_dict()["kept"]) == 1
 
 
+class Autocasts(Classifier):
+    def shared_step(self, batch: Any, stage: str) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().shared_step(batch, stage)
+
+
 def test_16_bits() -> None:
-    trainer = Trainer(max_epochs=6, precision="bf16-mixed")
-    trainer.fit(Classifier(clip=1.0), loader(), loader(20))
+    trainer = Trainer(max_epochs=6)
+    trainer.fit(Autocasts(clip=1.0), loader(), loader(20))
     assert trainer.metrics["val_loss"] < 0.6
 
 
@@ -419,7 +425,6 @@ TOO_SMALL = [
 WRONG = [
     *(("num_nodes", "1"), ("max_epochs", 1.5), ("max_epochs", "3"), ("max_steps", True), ("seed", 1.5)),
     *(("accumulate_grad_batches", "2"), ("seed", "x"), ("devices", "all"), ("devices", True)),
-    *(("enable_progress_bar", "yes"), ("default_root_dir", 5)),
 ]
 BAD = [
     (
@@ -428,8 +433,7 @@ BAD = [
         r"accelerator='cuda', but torch finds .* here\. Use one of cpu, auto",
     ),
     ({"strategy": "dpp"}, ValueError, r"strategy='dpp' is unknown\. Use one of .*ddp_spawn.*strategy='join'"),
-    ({"strategy": "single", "devices": 2}, ValueError, "strategy='single' trains in a single process"),
-    ({"precision": 8}, ValueError, r"precision='8' is unknown\. Use one of 32, bf16-mixed"),
+    ({"strategy": "single", "devices": 2}, ValueError, "or strategy='single', with which"),
     ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches=0"),
     ({"num_nodes": 2, "devices": 1}, ValueError, "torchrun or cluster_environment"),
     ({"devices": [0, 1]}, TypeError, r"devices=\[0, 1\] .* CUDA_VISIBLE_DEVICES.*J741"),
@@ -470,22 +474,12 @@ def test_bad_runs(tmp_path: Path) -> None:
 
 
 def test_first_lines_of_users_of_lightning() -> None:
-    run, module, batches = cast("Any", Trainer()), cast("Any", Classifier()), loader(12)
-    module._trainer = run
+    run, module = cast("Any", Trainer()), cast("Any", Classifier())
     told = {
-        r"test has no argument 'verbose'\. Use one of module, loader, ckpt_path": lambda: run.test(
-            module, batches, verbose=True
-        ),
         r"^Classifier has no attribute 'save_hyperparameters'\. TrainModule has .*log.*'join'.*J870": lambda: (
             module.save_hyperparameters("lr")
         ),
         r"^Trainer has no attribute 'fit_loop'\. Trainer has fit, .*metrics.*J870": lambda: run.fit_loop,
-        r"^fit has no argument 'datamodule'\. Use one of module, train_loader.*'join'": lambda: run.fit(
-            module, batches, datamodule=0
-        ),
-        r"^log has no argument 'prog_bar'\. Use one of name, value, reduce_fx, batch_size\. .*'join'": lambda: (
-            module.log("loss", 1.0, prog_bar=True)
-        ),
     }
     for text, call in told.items():
         with pytest.raises((TypeError, AttributeError), match=text):
@@ -500,7 +494,7 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trainer.world_size == 3
     assert trainer.strategy.is_distributed
     assert trainer.global_rank == 1
-    assert not trainer.is_global_zero
+    assert trainer.global_rank != 0
     with pytest.raises(ValueError, match=r"devices=1 and num_nodes=1 do not fit .* started \(3\)"):
         Trainer(accelerator="cpu", devices=1)
     with pytest.raises(ValueError, match=r"devices=2 and num_nodes=1 do not fit .* started \(3\)"):

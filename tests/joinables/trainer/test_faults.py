@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import override
 
 from joinables.trainer import Callback, CSVLogger, NotPicklable, Trainer, TrainModule
+from tests.ending import Ending
 from tests.harness import Pool
 from tests.joinables.trainer.modules import FEATURES, Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
@@ -133,23 +134,26 @@ def test_state_of_hooks_that_ranks_without_data_do_not_call(pool: Pool, kind: st
 
 
 class Counted(Dataset[Any]):
+    """Counts the samples that were read, in workers too."""
+
     def __init__(self) -> None:
-        self.samples, self.read = dataset(60), list[int]()
+        self.samples, self.read = dataset(60), torch.zeros(60).share_memory_()
 
     def __len__(self) -> int:
         return 60
 
     @override
     def __getitem__(self, index: int) -> Any:
-        self.read.append(index)
+        self.read[index] += 1
         return self.samples[index]
 
 
-def resumes(rank: int, folder: Path) -> Any:
+def resumes(rank: int, folder: Path, workers: int) -> Any:
     for steps in (4, 100):
         data, module = Counted(), Classifier(dropout=0.5)
         run = trainer(max_epochs=1, max_steps=steps, seed=3)
-        run.fit(module, DataLoader(data, 4, shuffle=True), ckpt_path=folder / "cut.ckpt" if steps == 100 else None)
+        batches = DataLoader(data, 4, shuffle=True, num_workers=workers)
+        run.fit(module, batches, ckpt_path=folder / "cut.ckpt" if steps == 100 else None)
         if steps == 4:
             run.save_checkpoint(folder / "cut.ckpt")
             if dist.is_initialized():
@@ -157,13 +161,15 @@ def resumes(rank: int, folder: Path) -> Any:
     whole = Classifier(dropout=0.5)
     trainer(max_epochs=1, seed=3).fit(whole, loader(60, 4, shuffle=True))
     same = all(torch.equal(one, other) for one, other in zip(module.parameters(), whole.parameters(), strict=True))
-    return len(data.read), same
+    return int(data.read.sum()), same
 
 
-def test_resuming_skips_indices_and_reads_no_sample_again(pool: Pool, tmp_path: Path) -> None:
-    assert resumes(0, tmp_path) == (60 - 16, True)
-    assert sum(read for read, _ in pool.run(resumes, tmp_path)) == 60 - 3 * 16
-    assert all(same for _, same in pool.run(resumes, tmp_path))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_skips_indices_and_reads_no_sample_again(ending: Ending, tmp_path: Path, workers: int) -> None:
+    assert resumes(0, tmp_path, workers) == (60 - 16, True)
+    found = ending.run(resumes, tmp_path, workers, ranks=3)
+    assert sum(read for read, _ in found) == 60 - 3 * 16
+    assert all(same for _, same in found)
 
 
 # -- names that manual optimization needs

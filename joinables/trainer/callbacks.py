@@ -97,7 +97,7 @@ class ModelCheckpoint(Callback):
         return sorted(self._kept, key=order)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Forget files that an earlier fit or another process has removed, and find those of other fits."""
+        """Forget files that an earlier fit or another process has removed, and find files of other fits."""
         own = {*self._kept}
         if trainer.global_step < self._saved_step:
             # An earlier fit failed at a later step, and this fit does not resume from its files.

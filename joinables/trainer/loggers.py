@@ -31,7 +31,7 @@ class CSVLogger:
     """Logger that writes ``metrics.csv``, a row at a time, and ``hparams.json`` into a folder.
 
     A fit that begins at a step removes the rows of later steps and epochs, since it writes them again. So a fit that
-    resumes continues the file, and one that does not begins it anew: pass a folder of its own for each run.
+    resumes continues the file, and any other fit replaces it: pass a different folder for each run.
 
     Args:
         save_dir: The folder. It is made with the first row.

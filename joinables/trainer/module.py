@@ -299,7 +299,7 @@ class TrainModule(torch.nn.Module):
             parameter.requires_grad_(required and id(parameter) in held)
 
     def untoggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unfreeze what :meth:`toggle_optimizer` has frozen."""
+        """Unfreeze the parameters that :meth:`toggle_optimizer` has frozen."""
         for parameter, required in self._toggled:
             parameter.requires_grad_(required)
         self._toggled = []

@@ -230,7 +230,7 @@ class Run:
         return {name: value for name, value in weights.items() if not is_known(name, value)}
 
     def hooks(self, name: str) -> list[Callable[..., Any]]:
-        """Return a hook of the module, and those of all callbacks, in the order in which they are called."""
+        """Return a hook of the module, and the same hook of all callbacks, in their order."""
         trainer, module = self.trainer, self.module
         callbacks = (each for each in trainer.callbacks if hasattr(each, name))
         return [getattr(module, name), *(partial(getattr(each, name), trainer, module) for each in callbacks)]
@@ -252,7 +252,7 @@ class Run:
         return metrics
 
     def log(self, name: str, value: Any, samples: int | None, reduce_fx: Reduction) -> None:
-        """Record a metric; arguments as of ``TrainModule.log``. ``None`` stands for the samples of the batch."""
+        """Record a metric; arguments as of ``TrainModule.log``. ``samples=None`` is the number of the batch."""
         if not self.takes_metrics:
             raise RuntimeError(
                 f"Metric {name!r} was logged in a prediction or in teardown, which have no metrics. Log it in a step or"
@@ -411,10 +411,9 @@ class Fit(Run):
     def _part_of(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the part that this rank resumes from; ``None`` if a different number of ranks begins an epoch.
 
-        If a different number of ranks resumes in the middle of an epoch, or the batch size is different, the samples
-        that were used are the first of the epoch, and the others are distributed over the present ranks. A rank loads
-        the random numbers of one previous rank, and the metrics of all previous ranks whose number equals its own
-        modulo the number of ranks.
+        If a different number of ranks resumes in the middle of an epoch, or the batch size is different, the other
+        samples of the epoch are distributed over the present ranks. A rank loads the random numbers of one previous
+        rank. It loads the metrics of all previous ranks whose number equals its own modulo the number of ranks.
         """
         rank, ranks, before = self.collective.rank, self.collective.world_size, len(parts)
         first, sampler = parts[0], self.position.sampler

@@ -37,11 +37,11 @@ def fails(rank: int, where: str, who: int, folder: Path) -> None:
     def fail(*_: Any) -> None:
         raise LookupError(f"in {where}")
 
-    module, data = Classifier(), [Breaks(rank == who and where == name, rank) for name in FIT[-2:]]
+    module, (data, val_data) = Classifier(), (Breaks(rank == who and where == name, rank) for name in FIT[-2:])
     if rank == who and where not in FIT[-2:]:
         setattr(module, where, fail)
     keeper = ModelCheckpoint(folder, every_n_train_steps=1)
-    trainer(callbacks=keeper, default_root_dir=folder).fit(module, *data)
+    trainer(callbacks=keeper, default_root_dir=folder).fit(module, data, val_data)
 
 
 @pytest.mark.parametrize("where", [*FIT, *OF_RANK_0])

@@ -7,6 +7,7 @@ data set. No sample is repeated or dropped to make ranks even: ``Join`` takes ca
 
 from __future__ import annotations
 
+import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -530,22 +531,23 @@ class Position:
 
 # -- outputs of a prediction ------------------------------------------------------------------------------------------
 
-_PIECE = 32  # outputs
+_PIECE = 4 * 2**20  # bytes
 
 
 def gather_on_first(collective: Collective, outputs: list[Any]) -> list[list[Any]]:
     """Return the outputs of each rank on rank 0, and an empty list for each rank on the others.
 
-    The other ranks send a few outputs at a time in turn, and free them. So memory holds little more than all outputs
-    once. The last outputs are sent first, since freed memory at the end of the heap returns to the system. One
-    broadcast of an object for each piece, and an empty one at the end of each rank.
+    The other ranks send pieces of about 4 MiB in turn, and free each piece before the next. So memory holds little
+    more than all outputs once. The last outputs are sent first, since freed memory at the end of the heap returns to
+    the system. One broadcast of an object for each piece, and an empty one at the end of each rank.
     """
     gathered = [outputs if collective.rank == 0 else []]
+    most = max(1, _PIECE // len(pickle.dumps(outputs[-1]))) if outputs else 1
     for source in range(1, collective.world_size):
         gathered.append([])
         is_source = collective.rank == source
         while piece := collective.broadcast_object(
-            [outputs.pop() for _ in range(min(_PIECE, len(outputs)))] if is_source else None, source
+            [outputs.pop() for _ in range(min(most, len(outputs)))] if is_source else None, source
         ):
             gathered[-1] += piece if collective.rank == 0 else ()
         gathered[-1].reverse()

@@ -44,7 +44,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -282,10 +281,6 @@ class Run:
         self.trainer.metrics.update(metrics)
         return metrics
 
-    def fresh_metrics(self) -> AbstractContextManager[None]:
-        """Return a context in which metrics are recorded in a separate store."""
-        return replaced(self, "store", MetricStore())
-
     def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
         """Add the gradients of the batch's loss; arguments as of ``Strategy.backward``."""
         weight = None if self.weight_unit is None else self.samples / self.weight_unit
@@ -307,9 +302,8 @@ class Run:
         """
         module, outputs, local = self.module, list[Any](), share(loader, self.collective, 0, shuffle=False)
         name = "validation" if stage == "validate" else stage
-        with keeping_modes(module), torch.no_grad(), self.fresh_metrics():
+        with keeping_modes(module), torch.no_grad(), replaced(self, "store", MetricStore()):
             module.eval()
-            self.samples = 1  # values logged in a hook weigh the same on all ranks
             samples = SampleCounter(module, local)
             with replaced(self, "apart", f"a batch of {name}"):
                 for index, batch in enumerate(rng.iterate(local)):
@@ -462,7 +456,7 @@ class Fit(Run):
                     break  # the fit would never reach max_steps
         self._keep_trained()
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
-        with self.fresh_metrics():
+        with replaced(self, "store", MetricStore()):
             self.call_and_reduce("on_train_end")
 
     def _keep_trained(self) -> None:

@@ -79,7 +79,7 @@ def fit(rank: int, target: Target, shards: bool) -> tuple[torch.Tensor, dict[str
     device = torch.get_device_module(target.device)
     with waits(target) as found, mock.patch.object(device, "empty_cache", create=True) as empties:
         fitting.fit(module, loader(), loader())
-    assert module.device.type == "cpu" and empties.call_count == (target.device != "cpu")
+    assert module.net[0].weight.device.type == "cpu" and empties.call_count == (target.device != "cpu")
     assert not target.is_simulated or frees_memory(device)
     parameters = nn.utils.parameters_to_vector(module.parameters()).detach()
     return parameters, fitting.metrics, Counter(wait.function for wait in found if wait.is_ours)

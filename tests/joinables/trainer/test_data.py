@@ -279,7 +279,7 @@ def test_outputs_go_to_the_first_rank_only(pool: Pool, monkeypatch: pytest.Monke
 
 
 def in_pieces(rank: int, counts: tuple[int, ...]) -> Any:
-    with mock.patch.object(data, "_PIECE", 2):
+    with mock.patch.object(data, "_PIECE", 12_000):
         return outputs_of(rank, counts)
 
 

@@ -38,7 +38,6 @@ class Recorder(Callback):
         self.records: list[Record] = []
         self.reports: list[dict[str, Any]] = []
 
-    @override
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -46,12 +45,10 @@ class Recorder(Callback):
         self._mine["losses"][step] = outputs.item()
         self._mine["snapshots"][step] = flat_parameters(module)
 
-    @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.join_report is not None:
             self.reports.append(trainer.join_report.to_dict())
 
-    @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.records = trainer.run.collective.all_gather_object({**self._mine, "state": module.state_dict()})
 

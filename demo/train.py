@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from demo.data import BATCH_SIZE, BATCHES, Shard, load
-from joinables.trainer import Callback, Result, Trainer, TrainModule
+from joinables.trainer import Callback, Trainer, TrainModule
 
 
 class Digits(TrainModule):
@@ -34,16 +34,17 @@ class Digits(TrainModule):
         return torch.optim.Adam(self.parameters(), lr=2e-3)
 
 
-def train(epochs: int = 3, strategy: str = "ddp", callbacks: Callback | None = None) -> Result:
+def train(epochs: int = 3, strategy: str = "ddp", callbacks: Callback | None = None) -> Trainer:
     """Train on ranks with 14, 44, 0 and 30 batches. The code is the same as for even ranks."""
     trainer = Trainer(
         devices=len(BATCHES), accelerator="cpu", strategy=strategy, max_epochs=epochs,
         callbacks=callbacks, logger=False,
     )  # fmt: skip
     digits, validation = load()
-    return trainer.fit(Digits(), DataLoader(digits, BATCH_SIZE, sampler=Shard()), DataLoader(validation, 64))
+    trainer.fit(Digits(), DataLoader(digits, BATCH_SIZE, sampler=Shard()), DataLoader(validation, 64))
+    return trainer
 
 
 if __name__ == "__main__":
-    result = train()
-    print(f"{result.join_report}\naccuracy {result.callback_metrics['accuracy']:.1%}")
+    trainer = train()
+    print(f"{trainer.join_report}\naccuracy {trainer.metrics['accuracy']:.1%}")

@@ -68,7 +68,6 @@ def test_public_names() -> None:
         "ModelCheckpoint",
         "NotPicklable",
         "RemoteTraceback",
-        "Result",
         "Strategy",
         "TrainModule",
         "Trainer",

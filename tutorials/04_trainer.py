@@ -51,12 +51,12 @@ if __name__ == "__main__":
 
     module = Digits()
     trainer = Trainer(devices=2, accelerator="cpu", max_epochs=3, logger=False, seed=0)
-    result = trainer.fit(module, DataLoader(training, 16, shuffle=True), DataLoader(validation, 16))
+    trainer.fit(module, DataLoader(training, 16, shuffle=True), DataLoader(validation, 16))
     print(
         "Two processes. The last epoch: `steps` counts a rank's own steps, `shadowed` the other's that it shadowed:\n"
     )
-    print(result.join_report)
-    assert [row.steps for row in result.join_report.ranks] == [32, 31]
+    print(trainer.join_report)
+    assert [row.steps for row in trainer.join_report.ranks] == [32, 31]
 
     # A single process. A batch of 32 has the samples of two batches of 16, one from each rank.
     alone = Digits()

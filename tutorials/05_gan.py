@@ -44,7 +44,7 @@ class Gan(TrainModule):
         generator_loss = softplus(-self.critic(fake)).mean()
         self.manual_backward(generator_loss)
         of_generator.step()
-        self.log_dict({"critic_loss": critic_loss, "generator_loss": generator_loss})
+        self.log("critic_loss", critic_loss)
 
     def configure_optimizers(self):
         return [torch.optim.Adam(each.parameters(), 2e-3, (0.5, 0.99)) for each in (self.generator, self.critic)]
@@ -67,10 +67,10 @@ if __name__ == "__main__":
     before = draw(gan)
     # 1300 numbers are 21 batches: 11 for rank 0, 10 for rank 1. Each rank derives its own random numbers from `seed`.
     trainer = Trainer(devices=2, accelerator="cpu", max_epochs=60, logger=False, seed=0)
-    result = trainer.fit(gan, DataLoader(TensorDataset(real), 64, shuffle=True))
+    trainer.fit(gan, DataLoader(TensorDataset(real), 64, shuffle=True))
     after = draw(gan)
 
-    print(f"{result.global_step} optimizer steps of two optimizers; in the last epoch:\n\n{result.join_report}\n")
+    print(f"{trainer.global_step} optimizer steps of two optimizers; in the last epoch:\n\n{trainer.join_report}\n")
     for name, values in (("real", real), ("before", before), ("after", after)):
         print(f"{name:>8} |{histogram(values)}|")
     print(f"{'':>8}  -4{'0':>28}{'4':>31}")

@@ -51,8 +51,8 @@ def fit(*callbacks: Callback, ckpt_path: Path | None = None) -> tuple[torch.Tens
     loader = DataLoader(TensorDataset(images[:1000].float() / 16, labels[:1000]), 16, shuffle=True)
     module = Digits()
     trainer = Trainer(devices=2, accelerator="cpu", max_epochs=2, logger=False, seed=0, callbacks=callbacks)
-    result = trainer.fit(module, loader, ckpt_path=ckpt_path)
-    return parameters_to_vector(module.parameters()), result.callback_metrics["loss"]
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return parameters_to_vector(module.parameters()), trainer.metrics["loss"]
 
 
 if __name__ == "__main__":

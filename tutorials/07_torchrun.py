@@ -51,9 +51,9 @@ if __name__ == "__main__":
 
     module = Digits()
     trainer = Trainer(devices=2, accelerator="cpu", max_epochs=3, logger=False, seed=0)
-    result = trainer.fit(module, DataLoader(training, 16, shuffle=True), DataLoader(validation, 16))
+    trainer.fit(module, DataLoader(training, 16, shuffle=True), DataLoader(validation, 16))
 
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the trainer"
-    if trainer.is_global_zero:  # under torchrun, each process runs the script; only rank 0 prints
-        print(f"Processes started by {launcher}; {[row.steps for row in result.join_report.ranks]} batches an epoch.")
-        print(f"result: accuracy {result.callback_metrics['accuracy']:.4f}, checksum of the weights {checksum(module)}")
+    if trainer.global_rank == 0:  # under torchrun, each process runs the script; only rank 0 prints
+        print(f"Processes started by {launcher}; {[row.steps for row in trainer.join_report.ranks]} batches an epoch.")
+        print(f"result: accuracy {trainer.metrics['accuracy']:.4f}, checksum of the weights {checksum(module)}")

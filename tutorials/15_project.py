@@ -1,7 +1,7 @@
 """Tutorial 15: a project with the trainer: validation, early stopping, the best checkpoint and a log.
 
-The trainer writes the metrics of each epoch, and of every tenth step, into a CSV file.
-On a terminal, it also shows a progress bar. After the fit, the best checkpoint is tested on other images.
+The trainer writes the metrics of each epoch into a CSV file.
+On a terminal, it also shows a line with its progress. After the fit, the best checkpoint is tested on other images.
 """
 
 import csv
@@ -26,7 +26,7 @@ class Digits(TrainModule):
     def training_step(self, batch, batch_idx):
         images, labels = batch
         loss = cross_entropy(self.net(images), labels)
-        self.log("loss", loss, prog_bar=True)
+        self.log("loss", loss)
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -38,7 +38,7 @@ class Digits(TrainModule):
     def score(self, batch, stage):
         images, labels = batch
         scores = self.net(images)
-        self.log(f"{stage}_loss", cross_entropy(scores, labels), prog_bar=True)
+        self.log(f"{stage}_loss", cross_entropy(scores, labels))
         self.log(f"{stage}_accuracy", (scores.argmax(1) == labels).double().mean())
 
     def configure_optimizers(self):
@@ -50,15 +50,14 @@ def main(folder: Path) -> None:
     parts = random_split(TensorDataset(images.float() / 16, labels), [1000, 397, 400], torch.Generator().manual_seed(0))
     training, validation, test = (DataLoader(part, 16, shuffle=part is parts[0]) for part in parts)
 
-    best = ModelCheckpoint(folder, "{epoch}", monitor="val_loss")
+    best = ModelCheckpoint(folder, monitor="val_loss")
     trainer = Trainer(
         devices=2,
         accelerator="cpu",
         max_epochs=30,
         callbacks=[best, EarlyStopping("val_loss", patience=2)],
         default_root_dir=folder,
-        logger=CSVLogger(),
-        log_every_n_steps=10,
+        logger=CSVLogger(folder),
         seed=0,
     )
     trainer.fit(Digits(), training, validation)
@@ -67,7 +66,7 @@ def main(folder: Path) -> None:
     (tested,) = trainer.test(Digits(), test, ckpt_path=best.best_model_path)
     assert tested["test_accuracy"] > 0.9
     print(f"{Path(best.best_model_path).name} is the best of {trainer.epochs} checkpoints.")
-    with next(folder.rglob("metrics.csv")).open() as log:
+    with (folder / "metrics.csv").open() as log:
         rows = [row for row in csv.DictReader(log) if row["val_loss"]]
     assert min(rows, key=lambda row: float(row["val_loss"]))["epoch"] == str(trainer.epochs - 2)
     print(f"The log has {len(rows)} epochs. The last one: {', '.join(name for name in rows[-1] if rows[-1][name])}.")

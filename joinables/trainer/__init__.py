@@ -3,15 +3,15 @@
 Call ``Trainer(devices=4).fit(module, loader)`` with a :class:`TrainModule` whose methods define a step. The modules:
 
     trainer             the class that users call, and one rank's part of a run
-    module              base classes of modules and callbacks
+    module, arguments   base classes of modules and callbacks; kinds of arguments
     strategy, own       the wrapper of a module, and its gradients; strategies over other libraries than torch's
     launch              one function on all ranks, in processes started here or by a launcher
-    loop, run           fit, evaluation and prediction on one rank, and their state
-    data, metrics, rng  distribution of batches; means over all samples; random states
+    run                 fit, evaluation and prediction on one rank, and their state
+    data, metrics, rng  distribution of batches, and a rank's position in them; means over all samples; random states
     callbacks           the trainer's own callbacks
-    loggers, progress   what is written and shown while a run works
-    output              lines and files of the processes that are started
-    checkpoint          snapshots that a fit resumes from, and the weights that a failure after training would lose
+    loggers             what is written and shown while a run works
+    output, settings    lines and files of the processes that are started; their settings
+    checkpoint, files   files that a fit resumes from, and the weights that a failure after training would lose
 """
 
 from joinables.trainer.callbacks import EarlyStopping, ModelCheckpoint
@@ -30,7 +30,7 @@ from joinables.trainer.loggers import CSVLogger
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.own import HorovodStrategy, XLAStrategy
 from joinables.trainer.strategy import DDPStrategy, Strategy, register_strategy, strategies
-from joinables.trainer.trainer import Result, Trainer
+from joinables.trainer.trainer import Trainer
 
 __all__ = [
     "CSVLogger",
@@ -46,7 +46,6 @@ __all__ = [
     "ModelCheckpoint",
     "NotPicklable",
     "RemoteTraceback",
-    "Result",
     "Strategy",
     "TrainModule",
     "Trainer",

@@ -1,26 +1,21 @@
-"""Names and kinds of the arguments of a trainer and its callbacks: :func:`check_kinds`, :func:`check_choice`."""
+"""Names and kinds of the arguments of a trainer and its callbacks: :func:`check_kinds`, :func:`accelerator_of`."""
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+import torch
+
 _KINDS: dict[str, tuple[Any, float | None, str]] = {
+    "devices": (Integral, 1, "a number of processes, or 'auto', and choose GPUs by CUDA_VISIBLE_DEVICES"),
     "num_nodes": (Integral, 1, "a whole number from 1"),
-    "max_epochs": (Integral, -1, "a whole number, or -1 or None for no limit"),
-    "max_steps": (Integral, -1, "a whole number, or -1 or None for no limit"),
+    "max_epochs": (Integral, 0, "a whole number, or None for no limit"),
+    "max_steps": (Integral, 0, "a whole number, or None for no limit"),
     "accumulate_grad_batches": (Integral, 1, "a whole number from 1"),
-    "gradient_clip_val": (Real, math.ulp(0.0), "a positive number, or None for no clipping"),
-    "log_every_n_steps": (Integral, 0, "a whole number, or 0 for no values of single steps"),
-    "enable_progress_bar": (bool, None, "True, False or None"),
-    "default_root_dir": ((str, os.PathLike), None, "the path of a folder, or None for the current directory"),
-    "worker_logs": ((str, os.PathLike), None, "the path of a folder, or None for no files"),
     "seed": (Integral, None, "a whole number, or None to draw one"),
     "save_top_k": (Integral, -1, "a whole number, or -1 for all"),
-    "every_n_epochs": (Integral, 1, "a whole number from 1"),
     "every_n_train_steps": (Integral, 1, "a whole number from 1, or None for epochs"),
     "patience": (Integral, 0, "a whole number from 0"),
     "min_delta": (Real, 0, "a number from 0"),
@@ -28,15 +23,13 @@ _KINDS: dict[str, tuple[Any, float | None, str]] = {
 """For each argument its types, its smallest value, and a description, which also says whether ``None`` is a value."""
 
 
-REST = (
-    "For the rest of Lightning's names, train with Lightning's Trainer and strategy='join' of"
-    " joinables.integrations.lightning"
-)
+REST = "For Lightning's other names, train with its Trainer and strategy='join' of joinables.integrations.lightning"
 
 
-def lacking(kind: str, name: str, owner: type) -> AttributeError:
-    """Return the error for an attribute that an object of the class ``kind``, derived from ``owner``, lacks."""
-    known = ", ".join(each for each in vars(owner) if not each.startswith(("_", "on_")))
+def lacking(holder: object, name: str, owner: type) -> AttributeError:
+    """Return the error for an attribute that an object of a class derived from ``owner`` lacks."""
+    kind, names = type(holder).__name__, (*vars(owner), *vars(holder))
+    known = ", ".join(each for each in names if not each.startswith(("_", "on_")))
     return AttributeError(f"{kind} has no attribute {name!r}. {owner.__name__} has {known}. {REST}. [J870]")
 
 
@@ -51,10 +44,10 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
         ValueError: If it is too small.
     """
     for name, (types, least, kind) in _KINDS.items():
-        if name not in arguments or (arguments[name] is None and "None" in kind):
+        if name not in arguments or (arguments[name] in (None, "auto") and str(arguments[name]) in kind):
             continue
         value = arguments[name]
-        is_of_type = isinstance(value, types) and isinstance(value, bool) == (types is bool)
+        is_of_type = isinstance(value, types) and not isinstance(value, bool)
         if not is_of_type or (least is not None and not value >= least):
             error = ValueError if is_of_type else TypeError
             raise error(f"{name}={value!r} has a wrong type or is out of range. Pass {kind}. [J741]")
@@ -64,3 +57,27 @@ def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
     """Raise a ``ValueError`` unless ``value`` is one of ``known``."""
     if value not in known:
         raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(known)}. [J166]")
+
+
+def accelerator_of(name: str) -> str:
+    """Return the device type that an argument ``accelerator=`` names: ``"cpu"``, or torch's name of the accelerator.
+
+    The accelerator is not initialised: a process that has used its GPU cannot be forked and use the GPU again. Counting
+    the devices is not a use, but ``torch.cuda.is_available`` is.
+
+    Args:
+        name: ``"cpu"``, the type of an accelerator, ``"gpu"`` for any accelerator, or ``"auto"`` for an accelerator if
+            there is one, and the CPU otherwise.
+
+    Raises:
+        ValueError: If this machine has no such device.
+    """
+    device = torch.accelerator.current_accelerator() if torch.accelerator.device_count() else None
+    types = {"cpu": "cpu", "auto": "cpu"}
+    if device is not None:
+        types |= dict.fromkeys(("auto", "gpu", device.type), device.type)
+    if name not in types:
+        raise ValueError(
+            f"accelerator={name!r}, but torch finds no such device here. Use one of {', '.join(types)}. [J169]"
+        )
+    return types[name]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 import math
 import os
-import re
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -24,7 +22,7 @@ logger = logging.getLogger("joinables")
 
 
 class ModelCheckpoint(Callback):
-    """Callback that writes checkpoints after epochs or steps, and keeps the best.
+    """Callback that writes checkpoints after epochs or steps, such as ``epoch=3-step=200.ckpt``, and keeps the best.
 
     All ranks decide alike, since they have the same metrics; one rank writes. A new file is written before an old one
     is removed, so a complete file exists at any moment. If another fit or another ``ModelCheckpoint`` has
@@ -35,16 +33,13 @@ class ModelCheckpoint(Callback):
 
     Args:
         dirpath: The folder; by default ``checkpoints`` in the trainer's ``default_root_dir``.
-        filename: The name without ``.ckpt``. ``{epoch}``, ``{step}`` and metrics are filled in:
-            ``"{epoch}-{val_loss:.3f}"`` becomes ``epoch=3-val_loss=0.123``.
         monitor: The metric that decides which checkpoint is best; with ``None``, the latest is best. In the middle of
             an epoch the metric has its value of the previous epoch; in the first epoch it is NaN, the worst value.
         mode: Whether small (``"min"``) or large (``"max"``) values are good.
         save_top_k: The number of checkpoints to keep: -1 for all, 0 for none but the last.
         save_last: Whether to keep the latest checkpoint too, as ``last.ckpt``. It is also written when a fit ends.
-        every_n_epochs: The number of epochs between checkpoints. A fit that ends before its first file writes one at
-            its end. So does a fit without ``monitor`` that ``max_steps`` ends in the middle of an epoch.
-        every_n_train_steps: The number of optimizer steps between checkpoints, instead of epochs.
+        every_n_train_steps: The number of optimizer steps between checkpoints; by default, one follows each epoch. At
+            the end of a fit, one is written if there is none yet, or if there is no ``monitor``.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -56,20 +51,18 @@ class ModelCheckpoint(Callback):
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
-        filename: str = "{epoch}-{step}",
+        *,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
         save_last: bool = False,
-        every_n_epochs: int = 1,
         every_n_train_steps: int | None = None,
     ) -> None:
         check_kinds(locals())
         check_choice("mode", mode, ("min", "max"))
         self._folder = None if dirpath is None else Path(dirpath).absolute()
-        self._filename, self._monitor, self._mode = filename, monitor, mode
-        self._top_k, self._last = save_top_k, save_last
-        self._epochs, self._steps = every_n_epochs, every_n_train_steps
+        self._monitor, self._mode = monitor, mode
+        self._top_k, self._last, self._steps = save_top_k, save_last, every_n_train_steps
         self._kept: dict[str, float] = {}  # scores by path, in the order in which the files were written
         self._saved_step = -1
         self._foreign: set[str] = set()  # files of other fits when this one began
@@ -80,8 +73,7 @@ class ModelCheckpoint(Callback):
     @override
     def state_key(self) -> str:
         # The key does not contain save_top_k, so that a resumed fit can change it.
-        when = f"{self._epochs} epochs" if self._steps is None else f"{self._steps} steps"
-        return f"ModelCheckpoint({self._monitor}, {self._mode}, {self._filename}, {self._folder}, {when})"
+        return f"ModelCheckpoint({self._monitor}, {self._mode}, {self._folder}, {self._steps})"
 
     @property
     def best_model_path(self) -> str:
@@ -99,49 +91,43 @@ class ModelCheckpoint(Callback):
             return list(reversed(self._kept))
 
         def order(path: str) -> tuple[bool, float]:
-            score = self._kept[path]
-            return (True, 0.0) if math.isnan(score) else (False, score if self._mode == "min" else -score)
+            score = self._kept[path] if self._mode == "min" else -self._kept[path]
+            return math.isnan(score), score
 
         return sorted(self._kept, key=order)
 
-    @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Forget files that an earlier fit or another process has removed, and find files of other fits."""
         own = {*self._kept}
         if trainer.global_step < self._saved_step:
             # An earlier fit failed at a later step, and this fit does not resume from its files.
             self._kept, self._saved_step, self.last_model_path = {}, -1, ""
         # Another fit may have removed some files, or left others. One rank looks, since they may be on its disk only.
         if isinstance(trainer.checkpoint_io, FileCheckpointIO):
-            texts = re.split(r"\{[^{}]*\}", str(self._folder_of(trainer) / self._filename))
-            found = glob.glob("*".join(map(glob.escape, [*texts, ".ckpt"])))
+            found = [str(path) for path in self._folder_of(trainer).glob("*.ckpt")]
             existing = [path for path in self._kept if Path(path).exists()]
             existing, found = trainer.run.collective.broadcast_object((existing, found), 0, plain=True)
             self._kept, self._foreign = {path: self._kept[path] for path in existing}, {*found} - own
 
-    @override
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Write a checkpoint after a number of steps."""
         step = trainer.global_step
         if self._steps is not None and step and step % self._steps == 0 and step != self._saved_step:
             self._save(trainer)
 
-    @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Write a checkpoint, unless they are written after steps."""
         if self._steps is not None and self._monitor is not None:
             monitored(trainer.metrics, self._monitor)  # raises if it was not logged in the whole epoch
-        if self._steps is None and (trainer.current_epoch + 1) % self._epochs == 0:
+        if self._steps is None:
             self._save(trainer, is_epoch_end=True)
 
-    @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.global_step in (0, self._saved_step):
-            return
-        keeps_the_latest = self._monitor is None and self._steps is None and self._epochs == 1
-        if self._top_k and (keeps_the_latest or not self._kept):
-            self._save(trainer)
-        elif self._last:
-            self._save(trainer, only_last=True)
+        """Write the last checkpoint."""
+        if trainer.global_step not in (0, self._saved_step):
+            self._save(trainer, only_last=self._monitor is not None and bool(self._kept))
 
     def _save(self, trainer: Trainer, *, is_epoch_end: bool = False, only_last: bool = False) -> None:
         """Write a checkpoint, and remove files that are no longer among the best."""
@@ -175,19 +161,10 @@ class ModelCheckpoint(Callback):
         return self._folder or trainer.default_root_dir / "checkpoints"
 
     def _free_path(self, trainer: Trainer, folder: Path) -> str:
-        """Return ``filename`` in ``folder`` with its fields filled in, and ``-v1`` or so if there is such a file.
-
-        A missing metric is NaN.
-        """
-        values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        name = re.sub(
-            r"\{([^{}:]+)(?::([^{}]*))?\}",
-            lambda field: f"{field[1]}={format(values.get(field[1], math.nan), field[2] or '')}".replace("/", "_"),
-            self._filename,
-        )
+        """Return a path that no other fit or callback has, with ``-v1`` or so if they have the first one."""
+        name = f"epoch={trainer.current_epoch}-step={trainer.global_step}"
         keepers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
         taken = self._foreign | {path for keeper in keepers for path in (*keeper._kept, keeper.last_model_path)}
-        taken |= {str(folder / "last.ckpt")} if self._last else set()
         paths = (str(folder / f"{name}{f'-v{version}' if version else ''}.ckpt") for version in count())
         return next(path for path in paths if path not in taken)
 
@@ -225,41 +202,31 @@ class EarlyStopping(Callback):
         check_choice("mode", mode, ("min", "max"))
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
         self._patience, self._min_delta = patience, min_delta
-        self._best = self._latest = math.inf
-        self._waited = 0
+        self._best = math.inf
+        self._waited: float = 0
 
     @property
     @override
     def state_key(self) -> str:
         return f"EarlyStopping({self._monitor})"
 
-    @property
-    def _is_over(self) -> bool:
-        """Whether the metric has not improved for ``patience`` epochs, or is NaN."""
-        return self._waited >= max(self._patience, 1) or math.isnan(self._latest)
-
-    @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._is_over:
-            trainer.should_stop = True
-            if trainer.is_global_zero:
-                text = "%s has ended this fit after %d epochs. To continue, raise its patience or remove the callback."
-                logger.warning(text, self.state_key, trainer.current_epoch)
+        """End the fit if it was ended before."""
+        trainer.should_stop |= self._waited >= max(self._patience, 1)
 
-    @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Compare the metric with its best value."""
         value = self._sign * monitored(trainer.metrics, self._monitor)
         if value < self._best - self._min_delta:
             self._best, self._waited = value, 0
         else:
-            self._waited += 1
-        self._latest = value
-        trainer.should_stop |= self._is_over
+            self._waited = math.inf if math.isnan(value) else self._waited + 1
+        trainer.should_stop |= self._waited >= max(self._patience, 1)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "waited": self._waited, "latest": self._latest}
+        return {"best": self._best, "waited": self._waited}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._best, self._waited, self._latest = state["best"], state["waited"], state["latest"]
+        self._best, self._waited = state["best"], state["waited"]

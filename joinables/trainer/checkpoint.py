@@ -1,31 +1,9 @@
-r"""Snapshots of a fit (:func:`take`, :func:`load`, :func:`resume`), and the checkpoint files that contain them.
-
-A snapshot is everything that a fit resumes from. It has the same form in checkpoint files, for a second ``fit`` of the
-same trainer, and on its way from processes that were started to the process that started them. It is a dict of plain
-data and tensors::
-
-    epochs, global_step          counters
-    module                       the module's state dict
-    optimizers, schedulers       a list each, in the order of configure_optimizers; sharded state is put together
-    scaler                       of 16-mixed precision, or empty
-    callbacks                    by state_key
-    metrics                      the latest value of each
-    ranks                        a list, by rank: batches trained on in the current epoch, the seed of its order, its
-                                 metrics so far, random numbers
-
-An epoch counts as completed after its validation and the steps of its schedulers. A fit that resumes from an earlier
-snapshot of the epoch skips all batches and validates again.
-
-Taking a snapshot is collective, since each rank holds a part. Ranks without data take part through ``Snapshots``::
-
-    all-gather of the ranks' parts; the lowest rank with data becomes the writer
-    for each sharded optimizer: its shards go to the writer
+r"""Checkpoint files: :func:`write_checkpoint`, :func:`read_checkpoint`, and objects that write and read others.
 
 A file exists as a whole or not at all. It is a file of ``torch.save``, which ``torch.load(path)`` reads, followed by
 the checksum of all bytes before it: ``\nsha256 `` and 64 hexadecimal digits. Readers of zip archives and pickles ignore
 this ending. Files without the right checksum are not read: the checksum shows damage, not the author of the file.
-Reading runs no code (``weights_only``) and expands nothing: ``torch.save`` does not compress its entries, so compressed
-entries are refused.
+Reading runs no code (``weights_only``).
 """
 
 from __future__ import annotations
@@ -34,132 +12,15 @@ import contextlib
 import hashlib
 import os
 import stat
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from join.errors import described
-from joinables._torch.objects import mark_stepped
-from joinables.modules import replaced
 from joinables.trainer.files import replacing, save
-from joinables.trainer.launch import read
-from joinables.trainer.metrics import MetricStore
-from joinables.trainer.run import Run
-
-
-def take(run: Run, active: bool) -> dict[str, Any] | None:
-    """Return the snapshot on the rank that writes it, ``None`` elsewhere; called on all ranks.
-
-    Args:
-        run: The fit.
-        active: Whether this rank still has data; outside a block, all ranks are active.
-    """
-    parts = run.collective.all_gather_object({**run.position.state_dict(), "active": active})
-    writer = next(rank for rank, part in enumerate(parts) if part["active"])
-    for optimizer in run.optimizers:
-        consolidate: Any = getattr(optimizer, "consolidate_state_dict", None)
-        if consolidate is not None:
-            consolidate(to=writer)
-    if run.collective.rank != writer:
-        return None
-    state: dict[str, Any] = {
-        **run.trainer.state_dict(),
-        "module": run.module.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
-        "schedulers": [stepped.scheduler.state_dict() for stepped in run.schedulers],
-        "scaler": run.scaler.state_dict(),
-        "metrics": dict(run.trainer.metrics),
-        "ranks": parts,
-    }
-    with replaced(run, "apart", "on_save_checkpoint"):
-        run.module.on_save_checkpoint(state)
-        run.call("on_save_checkpoint", state)
-    return state
-
-
-def load(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the weights of a snapshot, the same on all ranks, and return the snapshot as hooks have changed it."""
-    loaded = dict(state)
-    run.module.on_load_checkpoint(loaded)
-    run.call("on_load_checkpoint", loaded)
-    if "module" in loaded:  # the last fit of the trainer kept the weights in the module
-        run.module.load_state_dict(loaded["module"])
-    return loaded
-
-
-def resume(run: Run, state: Mapping[str, Any]) -> None:
-    """Load a snapshot, the same on all ranks, into a fit that has its optimizers but has not begun.
-
-    Raises:
-        ValueError: If it was taken from other optimizers, groups of parameters or schedulers, or in the middle of an
-            epoch by a different number of ranks, if the remainder of the epoch cannot be distributed.
-    """
-    state = load(run, state)
-    for name, own in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
-        if len(state[name]) != len(own):
-            raise ValueError(
-                f"The checkpoint has {len(state[name])} {name}, but configure_optimizers returned {len(own)}. Return"
-                f" the {name} that the checkpoint was written with. [J202]"
-            )
-    part = _part_of(run, state["ranks"])
-    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
-        try:
-            optimizer.load_state_dict(saved)
-        except (ValueError, LookupError) as error:
-            raise ValueError(
-                f"The checkpoint has another optimizer than configure_optimizers ({error!r}). Return one with the same"
-                " groups. If a hook adds groups during a fit, add them again in on_load_checkpoint. [J251]"
-            ) from error
-        if state["global_step"]:  # without the mark, a scheduler that steps in an epoch without a batch left warns
-            mark_stepped(optimizer)
-    for stepped, saved in zip(run.schedulers, state["schedulers"], strict=True):
-        stepped.scheduler.load_state_dict(saved)
-    if state["scaler"]:
-        run.scaler.load_state_dict(state["scaler"])
-    run.trainer.load_state_dict(state)
-    run.position.epoch = run.trainer.epochs
-    run.trainer.metrics = dict(state["metrics"])
-    if part is not None:
-        run.position.load_state_dict(part)
-
-
-def _part_of(run: Run, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the part that this rank resumes from; ``None`` if a different number of ranks begins an epoch.
-
-    If a different number of ranks resumes in the middle of an epoch, or the batch size is different, the samples that
-    were used are the first of the epoch, and the others are distributed over the present ranks. A rank loads the random
-    numbers of one previous rank, and the metrics of all previous ranks whose number equals its own modulo the number of
-    ranks.
-    """
-    rank, ranks, before = run.collective.rank, run.collective.world_size, len(parts)
-    first, sampler = parts[0], run.position.sampler
-    if sampler is not None:
-        sampler.start = first["start"] or 0
-        if first.get("seed") is not None:  # an older version wrote none
-            sampler.seed = first["seed"]
-    if before == ranks and (sampler is None or first["used"] in (None, sampler.used(first["batches"]))):
-        return parts[rank]
-    if not any(part["batches"] or part["start"] for part in parts):
-        return None  # no batch of the epoch was used
-    batches, used = [part["batches"] for part in parts], first["used"]
-    distributed = [len(range(place, sum(batches), before)) for place in range(before)]
-    if sampler is None or used is None or batches != distributed:
-        raise ValueError(
-            f"{before} ranks wrote the checkpoint in the middle of an epoch, and {ranks} ranks cannot share the rest of"
-            f" it. Resume with {before} ranks, or from a checkpoint of the end of an epoch. To resume with a"
-            " different number of ranks, train with a DataLoader whose samples the trainer distributes. [J203]"
-        )
-    metrics = MetricStore()
-    for part in parts[rank::ranks]:
-        metrics.merge(part["metrics"])
-    return {**parts[rank % before], "batches": 0, "start": used, "metrics": metrics.state_dict()}
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
 
 _SEAL = b"\nsha256 "
 _SIZE = len(_SEAL) + 2 * hashlib.sha256().digest_size
@@ -238,9 +99,6 @@ def _load(descriptor: int) -> tuple[Any, str]:
     """
     path = f"/proc/self/fd/{descriptor}"
     try:
-        with zipfile.ZipFile(path) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                return None, "it has compressed entries"
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True), ""
     except (OSError, MemoryError):
         raise
@@ -256,6 +114,7 @@ def _load(descriptor: int) -> tuple[Any, str]:
 # -- objects that read and write --------------------------------------------------------------------------------------
 
 
+@runtime_checkable
 class CheckpointIO(Protocol):
     """Object that saves, loads and removes checkpoints: ``Trainer(checkpoint_io=...)``; Lightning's are such objects.
 
@@ -291,116 +150,20 @@ class FileCheckpointIO:
         Path(path).unlink(missing_ok=True)
 
 
-def checkpoint_io_of(argument: CheckpointIO | None) -> CheckpointIO:
-    """Return the object of a trainer's argument ``checkpoint_io``.
-
-    Raises:
-        TypeError: If it lacks a method.
-    """
-    io = FileCheckpointIO() if argument is None else argument
-    names = "save_checkpoint", "load_checkpoint", "remove_checkpoint"
-    if missing := [name for name in names if not callable(getattr(io, name, None))]:
-        raise TypeError(
-            f"checkpoint_io={argument!r} lacks the method {missing[0]}. Pass an object with the methods"
-            " save_checkpoint(checkpoint, path), load_checkpoint(path) and remove_checkpoint(path). [J712]"
-        )
-    return io
-
-
-def load_checkpoint(io: CheckpointIO, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Load a checkpoint, and check that it is one."""
-    state = io.load_checkpoint(os.fspath(path))
-    if not hasattr(state, "keys") or "module" not in state:
-        raise TypeError(
-            f"load_checkpoint({os.fspath(path)!r}) of {type(io).__name__} has returned an object of"
-            f" {type(state).__name__}, which is not a checkpoint of a Trainer. Return the dict that save_checkpoint has"
-            " received for this path. [J713]"
-        )
-    return state
-
-
 # -- the end of a fit -------------------------------------------------------------------------------------------------
 
-# Hooks of a fit may change the parts of a module, and hooks and states of users may raise after the last step. Hours of
-# training must not depend on either.
+# Hooks and states of users may raise after the last step, and hours of training must not depend on that.
 
 
-def load_fitting(module: torch.nn.Module, weights: Mapping[str, Any]) -> str:
-    """Load weights as far as they fit, and return a warning about the others, or about the module's own method.
-
-    A buffer that is ``None`` here, or has a different shape, is replaced. So is a parameter that is ``None``.
-    """
-    raised, kind = "", type(module)
-    try:
-        module.load_state_dict(weights)
-        return ""
-    except Exception as error:  # torch raises after it has loaded what fits; a method of the user's may raise before
-        if kind.load_state_dict is not torch.nn.Module.load_state_dict:
-            raised = f"{kind.__name__}.load_state_dict raised {described(error)}, so torch's was called. "
-    buffers = dict(module.named_buffers())
-    for name, value in weights.items():
-        path, _, attribute = name.rpartition(".")
-        with contextlib.suppress(AttributeError):
-            owner = module.get_submodule(path)
-            if (before := getattr(owner, attribute)) is None or (name in buffers and before.shape != value.shape):
-                try:
-                    setattr(owner, attribute, value)
-                except TypeError:  # a parameter that is None
-                    setattr(owner, attribute, torch.nn.Parameter(value))
-    shapes = {name: getattr(value, "shape", None) for name, value in module.state_dict().items()}
-    fitting = {name: value for name, value in weights.items() if shapes.get(name, 0) == getattr(value, "shape", None)}
-    torch.nn.Module.load_state_dict(module, fitting, strict=False)
-    if rest := sorted((weights.keys() | shapes.keys()) - fitting.keys()):
-        raised += (
-            f"A hook of the fit has changed the parts of {kind.__name__}: {', '.join(rest)} exist either in the trained"
-            " module or in this process, or have another shape there. All other weights are loaded here. To have all"
-            " of them here too, make these parts in __init__. "
-        )
-    return raised
-
-
-def weights_only(run: Run) -> dict[str, Any]:
-    """Return the part of a snapshot that one rank has."""
-    try:
-        weights = run.module.state_dict()
-    except Exception:  # get_extra_state or a hook of the user's raises
-        parts = *run.module.named_parameters(), *run.module.named_buffers()
-        weights = {name: each.detach() for name, each in parts}
-    return {"epochs": run.trainer.epochs, "global_step": run.trainer.global_step, "module": weights}
-
-
-def changed_weights(run: Run) -> dict[str, Any] | None:
-    """Return the weights that the process which started the run lacks: those that have changed since the snapshot."""
-    if run.task.stage != "fit":
-        return None if run.task.saved is None else run.module.state_dict()
-    path, weights = run.task.folder / "snapshot", run.module.state_dict()
-    before: dict[str, Any] = read(path)["module"] if path.exists() else {}
-
-    def is_known(name: str, value: Any) -> bool:
-        known, is_tensor = before.get(name), isinstance(value, torch.Tensor)
-        return is_tensor and isinstance(known, torch.Tensor) and torch.equal(known, value.cpu())
-
-    return {name: value for name, value in weights.items() if not is_known(name, value)}
-
-
-def keep_trained(folder: Path, io: CheckpointIO, state: Mapping[str, Any]) -> str:
-    """Write a snapshot, and return a sentence with its path, or with the reason why there is none."""
+def keep_trained(folder: Path, state: Mapping[str, Any]) -> str:
+    """Write the weights of a snapshot, and return a sentence with their path, or with the reason why there is none."""
     name = f"trained-epoch={state['epochs']}-step={state['global_step']}"
     paths = (folder / f"{name}{f'-v{version}' if version else ''}.ckpt" for version in count())
-    path, problem = str(next(path for path in paths if not path.exists())), ""
-    file, weights = FileCheckpointIO(), state["module"]
-    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    # Entries of a hook, a callback or get_extra_state may be objects that cannot be written, or not be read again.
-    for writer, kept in (
-        (io, dict(state)),
-        (file, dict(state)),
-        (file, {"module": weights}),
-        (file, {"module": tensors}),
-    ):
-        try:
-            writer.save_checkpoint(kept, path)
-            load = "torch.load" if type(writer) is FileCheckpointIO else "trainer.checkpoint_io.load_checkpoint"
-            return f"{load}({path!r})['module'] returns the trained weights."
-        except Exception as error:
-            problem = described(error)
-    return f"Its weights could not be saved: {problem}."
+    path = str(next(path for path in paths if not path.exists()))
+    # get_extra_state may have returned objects that cannot be written, or not be read again.
+    tensors = {name: value.detach() for name, value in state["module"].items() if isinstance(value, torch.Tensor)}
+    try:
+        write_checkpoint({"module": tensors}, path)
+    except Exception as error:
+        return f"Its weights could not be saved: {described(error)}."
+    return f"torch.load({path!r})['module'] returns the trained weights."

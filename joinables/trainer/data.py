@@ -7,11 +7,10 @@ data set. No sample is repeated or dropped to make ranks even: ``Join`` takes ca
 
 from __future__ import annotations
 
-import sys
+import pickle
 import warnings
 import zlib
-from collections import deque
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, cast
@@ -23,10 +22,11 @@ from typing_extensions import override
 
 from join.batch import tensors_in
 from join.collectives import Collective
-from join.collectives._torch_private import pytree
 from join.read_ahead import length_of
 from joinables._torch.objects import with_parts
 from joinables.trainer import rng
+from joinables.trainer.metrics import MetricStore
+from joinables.trainer.module import TrainModule
 
 
 class UnevenDistributedSampler(Sampler[int]):
@@ -133,34 +133,26 @@ class Shared(UnevenDistributedSampler):
 
     def __init__(self, sampler: Any, ranks: int, rank: int, seed: int, block_size: int = 1) -> None:
         super().__init__(sampler, ranks, rank, seed=seed, block_size=block_size)
-        self._drawn: list[Any] | None = None  # the elements of the next iteration, if they had to be counted before
-        self._total: int | None = None  # a sampler may yield more or fewer elements than its length says
+        self.set_epoch(0)
 
     @override
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        self._drawn = self._total = None
         for sampler in _nested(self.dataset):
             if callable(method := getattr(sampler, "set_epoch", None)):
                 method(epoch)
         super().set_epoch(epoch, start)
+        with rng.seeded(seed := self.seed + epoch):
+            if (generator := _generator_of(self.dataset)) is not None:
+                generator.manual_seed(seed)
+            self._drawn = list(cast("Any", self.dataset))
 
     @override
     def total(self) -> int:
-        if self._total is None:
-            self._drawn = self.order()
-        return cast("int", self._total)
+        return len(self._drawn)  # a sampler may yield more or fewer elements than its length says
 
     @override
     def order(self) -> list[Any]:
-        drawn, self._drawn = self._drawn, None
-        if drawn is None:
-            seed = self.seed + self.epoch
-            with rng.seeded(seed):
-                if (generator := _generator_of(self.dataset)) is not None:
-                    generator.manual_seed(seed)
-                drawn = list(cast("Any", self.dataset))
-            self._total = len(drawn)
-        return drawn
+        return self._drawn
 
 
 def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: bool | None = None) -> Any:
@@ -220,26 +212,36 @@ def share(loader: Any, collective: Collective, seed: int, *, shuffle: bool | Non
     return part
 
 
-def is_read_by_all(loader: Any) -> bool:
-    """Return whether every rank reads all samples of a loader, as far as is known here."""
-    source: Any = _source_of(loader)
-    return sampler_of(loader) is None and (source is None or not _distributes(source))
+def compare_first(
+    collective: Collective, loader: Any, batches: Iterator[tuple[int, Any, bool]]
+) -> Iterator[tuple[int, Any, bool]]:
+    """Return this rank's batches of a loader, after a comparison of the ranks' first batches; called on all ranks.
 
-
-def refuse_same(collective: Collective, batches: Iterator[tuple[int, Any, bool]]) -> Iterator[tuple[int, Any, bool]]:
-    """Return the batches of this rank, after a comparison of the ranks' first batches; called on all ranks.
+    They are not compared if the loader is known to be distributed. Ranks that begin with some of the same samples may
+    read the same stream in different orders, which is a warning.
 
     Raises:
         ValueError: On all ranks, if two ranks begin with the same batch, since they then train on the same samples.
     """
+    source: Any = _source_of(loader)
+    if collective.world_size == 1 or sampler_of(loader) is not None or (source is not None and _distributes(source)):
+        return batches
     first = list(islice(batches, 1))
-    norms = [tensor.double().square().sum().item() for _, batch, _ in first for tensor in tensors_in(batch)]
-    firsts = collective.all_gather_object(norms, plain=True)
+    tensors = [each.reshape(len(each) if each.dim() else 1, -1) for _, batch, _ in first for each in tensors_in(batch)]
+    norms = [cast("list[float]", each.double().square().sum(1).tolist()) for each in tensors if each.numel()]
+    rows = ["/".join(map(repr, row)) for row in zip(*norms, strict=False)]  # a text for each sample
+    firsts: list[list[str]] = collective.all_gather_object(rows, plain=True)
     if ranks := [rank for rank, own in enumerate(firsts) if own and firsts.count(own) > 1]:
         raise ValueError(
             f"The train_loader of ranks {ranks} begins with the same batch, so they train on the same samples. Have"
             " each rank read a part of its own, such as datasets.distributed.split_dataset_by_node(stream, rank,"
             " world_size), or pass a DataLoader over a map-style data set, which the trainer distributes. [J882]"
+        )
+    if collective.rank == 0 and len({*chain(*firsts)}) < sum(len({*own}) for own in firsts):
+        warnings.warn(
+            "The train_loaders of several ranks begin with some of the same samples. Have each rank read a part of its"
+            " own, such as datasets.distributed.split_dataset_by_node(stream, rank, world_size).",
+            stacklevel=2,
         )
     return chain(first, batches)
 
@@ -334,11 +336,6 @@ class Plan:
         return Plan(lengths, equal or len(lengths) == 1, max((full for full, _ in filter(None, sizes)), default=1))
 
     @property
-    def shortest(self) -> int | None:
-        """Smallest number of batches; ``None`` if it is unknown."""
-        return None if None in self.lengths else min(cast("tuple[int, ...]", self.lengths))
-
-    @property
     def even(self) -> bool:
         """Whether all ranks are known to have the same number of batches."""
         return len(self.lengths) == 1 or (None not in self.lengths and len(set(self.lengths)) == 1)
@@ -367,6 +364,171 @@ def sizes_of(loader: Any) -> tuple[int, int] | None:
     return batches.batch_size, batches.batch_size if batches.drop_last or rest == 0 else rest
 
 
+# -- samples in batches ----------------------------------------------------------------------------------------------
+
+
+def counts_samples(module: TrainModule) -> bool:
+    """Return whether a module counts the samples of its batches itself; an attribute ``batch_size`` does not count."""
+    return callable(method := type(module).batch_size) and method is not TrainModule.batch_size
+
+
+class SampleCounter:
+    """Counter of the samples in the batches of one epoch or evaluation.
+
+    A sample is an element of the data set, so a ``DataLoader`` knows how many are in a batch. If no tensor of the batch
+    has this length, a function of the user may have dropped or joined samples. The rows of the first tensor count then.
+
+    Args:
+        module: The module, which may count itself.
+        loader: This rank's batches.
+    """
+
+    def __init__(self, module: TrainModule, loader: Any) -> None:
+        self._module, self._counts = module, counts_samples(module)
+        self._full, self._rest = sizes_of(loader) or (None, None)
+        self._last = (known_length(loader) or 0) - 1
+
+    def __call__(self, batch: Any, index: int) -> int:
+        """Return the number of samples in the batch with this index."""
+        kind = type(self._module)
+        if self._counts and (own := kind.batch_size(self._module, batch)) is not None:
+            return int(own)
+        expected = self._rest if index == self._last else self._full
+        lengths = [len(tensor) for tensor in tensors_in(batch) if tensor.dim()]
+        if expected is not None and (expected in lengths or not lengths):
+            return expected
+        if not lengths:
+            raise TypeError(
+                "A batch has no tensor with rows, so the trainer cannot count its samples. Define"
+                f" batch_size(self, batch) in {kind.__name__}, which returns the number. [J644]"
+            )
+        if expected is not None or len(set(lengths)) > 1:
+            warnings.warn(
+                "The tensors of a batch have different lengths, or another length than the number of its samples in the"
+                " data set. The trainer counts the rows of the first tensor as samples, and means are over samples."
+                f" Define batch_size(self, batch) in {kind.__name__}, which returns the number of samples.",
+                stacklevel=2,
+            )
+        return lengths[0]
+
+
+class Position:
+    """Position of a rank in an epoch, and the rank's part of a snapshot.
+
+    Args:
+        metrics: The store of the epoch's metrics, which stays the same while a validation records into another store.
+        epoch: The current epoch, from 0.
+
+    Attributes:
+        epoch: The current epoch, from 0.
+        batches_trained: The number of the epoch's batches that this rank has trained on; 0 between epochs.
+        sampler: The sampler that distributes the training samples, if the trainer made one.
+        resume_from: This rank's part of the snapshot that the fit resumes from, until the first batches are read.
+    """
+
+    def __init__(self, metrics: MetricStore, epoch: int) -> None:
+        self._metrics, self.epoch, self.batches_trained = metrics, epoch, 0
+        self.sampler: UnevenDistributedSampler | None = None
+        self.resume_from: dict[str, Any] | None = None
+        self._random_at_start: dict[str, Any] | None = None
+        """The random state before the epoch's first batch was read; ``None`` between epochs."""
+        self._random_before_read: dict[str, Any] | None = None
+        """The random state before the next batch was read."""
+        self._random_to_resume: dict[str, Any] | None = None
+        """The random state for a snapshot taken now; ``None`` for the present state.
+
+        It is an older state if a fit that resumes from there repeats some work. This is so after ``redo_from_here``,
+        and in a step, since the next batch was read before the step.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of a snapshot taken now."""
+        return self.resume_from or {
+            "batches": self.batches_trained,
+            "seed": None if self.sampler is None else self.sampler.seed,
+            "start": None if self.sampler is None else self.sampler.start,
+            "used": None if self.sampler is None else self.sampler.used(self.batches_trained),
+            "metrics": self._metrics.state_dict(),
+            "random_at_start": self._random_at_start,
+            "random_before_read": self._random_before_read,
+            "random": self._random_to_resume or rng.capture(),
+        }
+
+    def load_state_dict(self, part: dict[str, Any]) -> None:
+        """Have the fit resume from this rank's part of a snapshot."""
+        self.resume_from = part
+        if part["random_at_start"] is None:  # within an epoch, the generators are restored as batches are read again
+            rng.restore(part["random"])
+
+    def begin_epoch(self, epoch: int, loader: Any) -> None:
+        """Have ``loader`` yield an epoch, or the remainder of the epoch in which the fit resumes."""
+        self.epoch = epoch
+        self.redo_from_here()
+        set_epoch(loader, epoch)
+        if self.sampler is not None and self.resume_from is not None:
+            self.sampler.set_epoch(epoch, self.resume_from["start"] or 0)
+
+    def redo_from_here(self) -> None:
+        """Have a fit that resumes repeat the work that follows: hooks before an epoch's batches, or a validation.
+
+        Snapshots contain the random state of this moment until batches are read or the epoch ends.
+        """
+        self._random_to_resume = rng.capture()
+
+    def batches(
+        self, loader: Any, voting: Callable[[Iterator[Any]], Iterator[Any]] | None
+    ) -> Iterator[tuple[int, Any, bool]]:
+        """Yield the batches of an epoch, from the position in which the fit resumes.
+
+        Each batch comes with its index and whether it is the last. The next batch is read before the current one is
+        used, since nothing else shows which batch is the last.
+
+        Args:
+            loader: This rank's batches.
+            voting: If ranks must have the same number of batches and do not know it, a function of the batches. It
+                yields them until a rank has no more.
+        """
+        part, self.resume_from = self.resume_from, None
+        resumed = part if part is not None and part["random_at_start"] is not None else None
+        self.batches_trained = 0 if resumed is None else resumed["batches"]
+        if resumed is not None:
+            rng.restore(resumed["random_at_start"])
+            self._metrics.clear()
+            self._metrics.merge(resumed["metrics"])
+        self._random_at_start, self._random_to_resume = rng.capture(), None
+        skipped = 0
+        if self.sampler is not None:
+            self.sampler.skip = skipped = self.batches_trained
+        numbered: Iterator[tuple[int, Any]] = enumerate(rng.iterate(loader), skipped)
+        for _ in range(self.batches_trained - skipped):
+            next(numbered, None)
+        if resumed is not None:
+            # The next batch was read before the last step drew random numbers.
+            rng.restore(resumed["random_before_read"])
+        if voting is not None:
+            numbered = voting(numbered)
+        self._random_before_read = rng.capture()
+        following = next(numbered, None)
+        if resumed is not None:
+            rng.restore(resumed["random"])
+        while following is not None:
+            index, batch = following
+            self._random_to_resume = rng.capture()
+            following = next(numbered, None)
+            yield index, batch, following is None
+
+    def advance(self) -> None:
+        """Count a batch as trained on: a fit that resumes from here starts with the next."""
+        self.batches_trained += 1
+        self._random_before_read, self._random_to_resume = self._random_to_resume, None
+
+    def end_epoch(self) -> None:
+        """Forget the epoch after its validation: a fit that resumes from here starts with the next epoch."""
+        self.batches_trained = 0
+        self._random_at_start = self._random_before_read = self._random_to_resume = None
+        self._metrics.clear()
+
+
 # -- outputs of a prediction ------------------------------------------------------------------------------------------
 
 _PIECE = 4 * 2**20  # bytes
@@ -379,23 +541,14 @@ def gather_on_first(collective: Collective, outputs: list[Any]) -> list[list[Any
     more than all outputs once. The last outputs are sent first, since freed memory at the end of the heap returns to
     the system. One broadcast of an object for each piece, and an empty one at the end of each rank.
     """
-    gathered, waiting = [outputs if collective.rank == 0 else []], deque[Any]()
-    if collective.rank != 0:
-        waiting.extend(outputs)
-        outputs.clear()
+    gathered = [outputs if collective.rank == 0 else []]
+    most = max(1, _PIECE // len(pickle.dumps(outputs[-1]))) if outputs else 1
     for source in range(1, collective.world_size):
         gathered.append([])
-        while piece := collective.broadcast_object(_piece(waiting) if collective.rank == source else None, source):
+        is_source = collective.rank == source
+        while piece := collective.broadcast_object(
+            [outputs.pop() for _ in range(min(most, len(outputs)))] if is_source else None, source
+        ):
             gathered[-1] += piece if collective.rank == 0 else ()
         gathered[-1].reverse()
     return gathered
-
-
-def _piece(waiting: deque[Any]) -> list[Any]:
-    """Remove the last outputs, up to the size of a piece or one more, and return them."""
-    piece, room = list[Any](), _PIECE
-    while waiting and room > 0:
-        piece.append(waiting.pop())
-        room -= sum(map(sys.getsizeof, pytree.tree_leaves(piece[-1])))
-        room -= sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(piece[-1]))
-    return piece

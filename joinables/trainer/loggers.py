@@ -2,110 +2,87 @@
 
 A logger is any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. Lightning's loggers are such
 objects. Rank 0 calls them. A log never ends a fit: a logger that raises is not called again, after a warning.
-
-A row has the number of completed epochs, ``epoch``. A fit that resumes at a step removes rows of later steps and later
-epochs, since it writes them again.
 """
 
 from __future__ import annotations
 
+import builtins
 import csv
 import io
 import json
 import math
+import shutil
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from typing_extensions import override
+import torch
 
 from join.errors import described
 from joinables.trainer.files import replacing
-from joinables.trainer.metrics import Shown
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.output import screen
 
 
 class CSVLogger:
-    """Logger that writes ``metrics.csv``, a row at a time, and ``hparams.json`` into a folder ``version_N``.
+    """Logger that writes ``metrics.csv``, a row at a time, and ``hparams.json`` into a folder.
 
-    Each fit that does not resume has a new folder.
+    A fit that begins at a step removes the rows of later steps and epochs, since it writes them again. So a fit that
+    resumes continues the file, and any other fit replaces it: pass a different folder for each run.
 
     Args:
-        save_dir: The folder that contains the folders; by default ``logs/csv`` in the trainer's ``default_root_dir``.
+        save_dir: The folder. It is made with the first row.
     """
 
-    def __init__(self, save_dir: str | Path | None = None) -> None:
-        self._root = None if save_dir is None else Path(save_dir).absolute()
-        self._made: list[Path] = []  # the folders that the last fit has made, each before its parent
-        self.log_dir: Path | None = None
-        """The folder of the last fit; ``None`` if that has logged nothing."""
+    def __init__(self, save_dir: str | Path) -> None:
+        self._path = Path(save_dir).absolute() / "metrics.csv"
+        self._columns: list[str] = []  # of the file; empty before this process has written a row
 
-    def open(self, default: Path, step: int, epoch: int) -> Path:
-        """Return ``log_dir``, to continue there after this step and number of epochs, or a new folder."""
-        root = self._root or default / "logs" / "csv"
-        if self.log_dir is not None and self.log_dir.parent == root:
-            self._make(self.log_dir)
-        else:
-            self.log_dir = next(filter(self._make, (root / f"version_{n}" for n in count())))
-        self._path, self._begin, self._columns = self.log_dir / "metrics.csv", (step, epoch), list[str]()
-        return self.log_dir
+    def begin(self, step: int, epoch: int) -> None:
+        """Remove the rows of later steps and epochs."""
+        if self._path.exists():
+            self._write_rows(self._rows(step, epoch))
 
-    def _make(self, folder: Path) -> bool:
-        """Make a folder, unless it exists, and return whether it is new, and thus of no other run."""
-        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            return False
-        return True
-
-    def tidy(self) -> None:
-        """Remove the folders that the fit has made, if it has logged nothing."""
-        with suppress(OSError):  # a folder is not empty
-            for folder in self._made:
-                folder.rmdir()
-                self.log_dir = None
-
-    def _rows(self) -> list[dict[str, str]]:
-        """Return the rows of the file. Before the first row of a fit, these are the rows that the fit continues."""
-        if not self._path.exists():
-            return []
-        step, epoch = (math.inf, math.inf) if self._columns else self._begin
+    def _rows(self, step: float = math.inf, epoch: float = math.inf) -> list[dict[str, str]]:
+        """Return the rows of the file up to this step and epoch."""
         lines = self._path.read_text(errors="replace").replace("\0", "").splitlines(keepends=True)
         # A machine that lost its power may have left a part of a line.
         rows = csv.DictReader(line for line in lines if line.endswith("\n"))
         return [row for row in rows if _number(row, "step") <= step and _number(row, "epoch") <= epoch]
 
+    def _write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        text = io.StringIO()
+        self._columns = list(dict.fromkeys(["epoch", "step", *(name for row in rows for name in row)]))
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self._path) as file:
+            file.write(text.getvalue().encode())
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write a row; the file is complete after each row."""
         row = {**metrics, "step": step}
         if not row.keys() <= set(self._columns):
-            rows, text = self._rows(), io.StringIO()
-            self._columns = list(dict.fromkeys(["epoch", "step", *(rows or [{}])[0], *metrics]))
-            writer = csv.DictWriter(text, self._columns)
-            writer.writeheader()
-            writer.writerows(rows)
-            with replacing(self._path) as file:
-                file.write(text.getvalue().encode())
-        with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow(row)
+            self._write_rows([*(self._rows() if self._path.exists() else ()), row])
+        else:
+            with self._path.open("a", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow(row)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write ``hparams.json``."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self._path.with_name("hparams.json")) as file:
             file.write(json.dumps({str(name): value for name, value in params.items()}, indent=2, default=str).encode())
 
 
 def _number(row: Mapping[str, str], column: str) -> float:
-    """Return a whole number of a row; infinity if the row is damaged."""
+    """Return a whole number of a row; NaN if the row is damaged."""
     text = row.get(column) or ""
-    return int(text) if text.isdecimal() else math.inf
+    return int(text) if text.isdecimal() else math.nan
 
 
 def loggers_of(argument: Any) -> list[Any]:
@@ -114,53 +91,33 @@ def loggers_of(argument: Any) -> list[Any]:
     Raises:
         TypeError: If an object is not a logger.
     """
-    if argument is None or argument is False:
-        return []
-    loggers = list(cast("Sequence[Any]", argument)) if isinstance(argument, (list, tuple)) else [argument]
+    is_several = isinstance(argument, (list, tuple))
+    loggers = list(cast("Sequence[Any]", argument)) if is_several else [argument] * (argument not in (None, False))
     for each in loggers:
         if not (callable(getattr(each, "log_metrics", None)) and callable(getattr(each, "log_hyperparams", None))):
             raise TypeError(
                 f"logger={each!r} has no methods log_metrics(metrics, step) and log_hyperparams(params). Pass"
-                " CSVLogger(), a logger of Lightning, or an object with these methods. [J642]"
+                " CSVLogger(folder), a logger of Lightning, or an object with these methods. [J642]"
             )
     return loggers
 
 
 class Logs(Callback):
-    """Callback that passes metrics to loggers on rank 0: after epochs, after some steps, and after evaluations.
+    """Callback that passes metrics to loggers on rank 0, after epochs and evaluations.
 
     Args:
         loggers: The loggers.
-        every: The number of optimizer steps between values of single steps; 0 for none.
     """
 
-    def __init__(self, loggers: Sequence[Any], every: int) -> None:
-        self.loggers, self._every, self._logged_step = loggers, every, 0
+    def __init__(self, loggers: Sequence[Any]) -> None:
+        self.loggers = loggers
         self._open = list[Any]()  # the loggers of this run on rank 0 that have not raised
 
-    @override
-    def on_start(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        if trainer.is_global_zero and stage != "predict":
-            trainer.run.shown = trainer.run.shown or Shown()
-
-    @override
-    def on_train_start(self, trainer: Any, module: TrainModule) -> None:
-        self._begin(trainer, module)
-        # Any rank may write a checkpoint, which has the folders.
-        self.load_state_dict(trainer.run.collective.broadcast_object(self.state_dict(), 0, plain=True))
-
-    def _begin(self, trainer: Any, module: TrainModule) -> None:
-        self._logged_step = trainer.global_step
-        self._open = [] if trainer.run.shown is None else list(self.loggers)
-        params = getattr(module, "hparams", None)
-
-        def begin(each: Any) -> None:
-            if isinstance(each, CSVLogger):
-                each.open(trainer.default_root_dir, trainer.global_step, trainer.epochs)
-            if isinstance(params, Mapping):
-                each.log_hyperparams(cast("Any", params))
-
-        self._each(begin)
+    def setup(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        """Log the hyperparameters."""
+        self._open = list(self.loggers) if trainer.global_rank == 0 and stage != "predict" else []
+        if isinstance(params := getattr(module, "hparams", None), Mapping):
+            self._each(lambda logger: logger.log_hyperparams(cast("Any", params)))
 
     def _each(self, call: Callable[[Any], object]) -> None:
         """Call a function with each logger. A logger that raises is not called again in this run."""
@@ -175,61 +132,104 @@ class Logs(Callback):
                     stacklevel=2,
                 )
 
-    @override
-    def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step
-        if self._open and self._every and step % self._every == 0 and step != self._logged_step:
-            self._logged_step, values = step, trainer.run.shown.step
-            self._write(trainer, {each.name: float(each.value) for each in values.values() if each.logger})
+    def on_train_start(self, trainer: Any, module: TrainModule) -> None:
+        """Have files continue at the step where the fit begins."""
+        step, epoch = trainer.global_step, trainer.epochs
+        self._each(lambda each: each.begin(step, epoch) if isinstance(each, CSVLogger) else None)
 
-    @override
     def on_train_epoch_end(self, trainer: Any, module: TrainModule) -> None:
-        if self._open:
-            metrics = trainer.run.shown.metrics
-            self._write(trainer, {name: each.value for name, each in metrics.items() if each.logger})
-            metrics.clear()
-
-    on_train_end = on_train_epoch_end  # with values of hooks, or of an epoch that max_steps has ended
-
-    @override
-    def on_evaluation_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        if trainer.run.task.stage not in ("fit", "predict"):
-            self._begin(trainer, module)
-            self.on_train_epoch_end(trainer, module)
-
-    def _write(self, trainer: Any, values: dict[str, float]) -> None:
+        """Log the metrics of the epoch."""
         # The counters of a log have these names.
-        named = {f"{name}_logged" if name in ("epoch", "step") else name: value for name, value in values.items()}
+        names = {"epoch": "epoch_logged", "step": "step_logged"}
+        row = {names.get(name, name): value for name, value in trainer.run.latest.items()}
 
         def write(each: Any) -> None:
-            each.log_metrics({**named, "epoch": trainer.epochs}, trainer.global_step)
+            each.log_metrics({**row, "epoch": trainer.epochs}, trainer.global_step)
             if hasattr(each, "save"):  # Lightning's loggers keep rows until then
                 each.save()
 
-        if values:
+        if row:
             self._each(write)
+        trainer.run.latest.clear()
 
-    @override
-    def on_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
+    on_train_end = on_train_epoch_end  # with values of hooks, or of an epoch that max_steps has ended
+
+    def on_validation_epoch_end(self, trainer: Any, module: TrainModule) -> None:
+        """Log the metrics of an evaluation by itself."""
+        if trainer.run.task.stage != "fit":
+            self.on_train_epoch_end(trainer, module)
+
+    on_test_epoch_end = on_validation_epoch_end
+
+    def teardown(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        """Tell loggers that the run has ended."""
         status = "failed" if sys.exc_info()[0] else "success"
 
-        def end(each: Any) -> None:
-            if hasattr(each, "finalize"):
-                each.finalize(status)
-            if isinstance(each, CSVLogger):
-                each.tidy()
-            if stage == "fit" and (folder := getattr(each, "log_dir", None)) is not None:
-                print(f"Logged to {folder}", file=screen(), flush=True)
-
-        self._each(end)
+        self._each(lambda each: each.finalize(status) if hasattr(each, "finalize") else None)
         self._open = []
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"folders": [str(each.log_dir or "") if isinstance(each, CSVLogger) else "" for each in self.loggers]}
 
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for each, folder in zip(self.loggers, state["folders"], strict=False):  # an earlier trainer may have had others
-            if isinstance(each, CSVLogger):
-                each.log_dir = Path(folder) if folder else None
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+_PAUSE = 0.2  # seconds between two pictures; each waits for the device, since it shows the loss
+
+
+def is_watched() -> bool:
+    """Return whether a person may look at stderr: it is a terminal, or this is a notebook."""
+    return hasattr(builtins, "__IPYTHON__") or (cast("Any", sys.stderr) is not None and sys.stderr.isatty())
+
+
+class ProgressBar(Callback):
+    """Callback that shows a line for each epoch and each evaluation on rank 0.
+
+    While batches run, the line has their number, the loss of this rank, and the number of ranks with data, and is
+    written again in place. At the end, it has the metrics, and stays.
+    """
+
+    def __init__(self) -> None:
+        self._width = 0  # of the line on the screen that will be written again
+        self._next_picture = 0.0
+
+    def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Show the number of batches, at most a few times a second."""
+        lengths, done = trainer.run.plan.lengths, batch_idx + 1
+        if trainer.global_rank != 0 or (done != lengths[0] and time.monotonic() < self._next_picture):
+            return
+        self._next_picture = time.monotonic() + _PAUSE
+        parts = [
+            f"Epoch {trainer.current_epoch + 1}: {done} of {lengths[0] if None in lengths else max(lengths)} batches"
+        ]
+        loss: Any = cast("dict[str, Any]", outputs).get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            parts += [f"loss={loss.item():.4g}"]
+        if len(lengths) > 1 and None not in lengths:
+            ends = done == lengths[0] < max(lengths)  # no hook runs here while rank 0 shadows
+            left = sum(length > batch_idx + ends for length in lengths)
+            parts += [f"{'waits for ' * ends}{left} of {len(lengths)} ranks"]
+        columns = shutil.get_terminal_size().columns  # a longer line could not be written again
+        self._write(", ".join(parts)[: columns - 1], "")
+
+    def on_train_epoch_end(self, trainer: Any, module: TrainModule) -> None:
+        """Show the metrics of the epoch."""
+        self._end(trainer, f"Epoch {trainer.current_epoch + 1}")
+
+    def on_validation_epoch_end(self, trainer: Any, module: TrainModule) -> None:
+        """Show the metrics of an evaluation by itself."""
+        if trainer.run.task.stage != "fit":  # the line of the epoch has the metrics of its validation
+            self._end(trainer, trainer.run.task.stage)
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+    def teardown(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        """End the line of an epoch that did not end."""
+        if self._width:  # the run has raised, or max_steps has ended it within an epoch
+            self._write("", "\n")
+
+    def _end(self, trainer: Any, title: str) -> None:
+        if trainer.global_rank == 0:
+            metrics = ", ".join(f"{name}={value:.4g}" for name, value in trainer.run.latest.items())
+            self._write(f"{title}: {metrics}", "\n")
+
+    def _write(self, text: str, end: str) -> None:
+        print("\r" * bool(self._width) + text.ljust(self._width), end=end, file=screen(), flush=True)
+        self._width = 0 if end else len(text)

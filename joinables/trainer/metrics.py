@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from typing_extensions import override
@@ -54,17 +54,11 @@ class Metric:
         reduce_fx: The reduction of the values to one.
         parts: The exact sum of the values (times weights for a mean); for a minimum or maximum, the value so far.
         weight: The sum of the weights.
-        prog_bar: Whether a progress bar shows it.
-        logger: Whether loggers receive it.
-        on_epoch: Whether the epoch has it; otherwise only single steps do.
     """
 
     reduce_fx: Reduction
     parts: list[float] = field(default_factory=list[float])
     weight: float = 0.0
-    prog_bar: bool = False
-    logger: bool = True
-    on_epoch: bool = True
 
     @property
     def value(self) -> float:
@@ -73,30 +67,6 @@ class Metric:
         if self.reduce_fx == "mean":
             return total / self.weight if self.weight else math.nan
         return total if self.parts or self.reduce_fx == "sum" else math.nan
-
-
-class Logged(NamedTuple):
-    """A value of one step on this rank, who receives it (a progress bar, loggers), and its name for loggers."""
-
-    value: Any
-    prog_bar: bool
-    logger: bool
-    name: str
-
-
-@dataclass
-class Shown:
-    """Values that a progress bar or loggers show; only rank 0 has them, and only if it has one of these.
-
-    Attributes:
-        step: The values of the current step, by name.
-        metrics: The metrics over all ranks that loggers have not received yet, by name.
-        lengths: The numbers of batches of the current epoch or evaluation, by rank; ``None`` if a number is unknown.
-    """
-
-    step: dict[str, Logged] = field(default_factory=dict[str, Logged])
-    metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
-    lengths: Sequence[int | None] = (None,)
 
 
 class MetricStore(dict[str, Metric]):
@@ -129,8 +99,8 @@ class MetricStore(dict[str, Metric]):
     def _add_number(self, name: str, reduce_fx: Reduction, number: float, weight: float) -> None:
         self._add(name, reduce_fx, [number * weight if reduce_fx == "mean" else number], weight)
 
-    def _add(self, name: str, reduce_fx: Reduction, parts: Sequence[float], weight: float, **shown: Any) -> None:
-        metric = self.setdefault(name, Metric(reduce_fx, **shown))
+    def _add(self, name: str, reduce_fx: Reduction, parts: Sequence[float], weight: float) -> None:
+        metric = self.setdefault(name, Metric(reduce_fx))
         if metric.reduce_fx != reduce_fx or reduce_fx not in get_args(Reduction):
             raise ValueError(
                 f"Metric {name!r} was logged with {reduce_fx=}, which is unknown or differs from its previous"
@@ -163,12 +133,12 @@ class MetricStore(dict[str, Metric]):
             ) from error
         self._add_number(name, reduce_fx, number, weight)
 
-    def reduce(self, collective: Collective) -> dict[str, Metric]:
+    def reduce(self, collective: Collective) -> dict[str, float]:
         """Return the metrics over all ranks, by name; one object all-gather. A rank may have no metrics."""
         merged = MetricStore()
         for state in collective.all_gather_object(self.state_dict(), plain=True):
             merged.merge(state)
-        return {name: metric for name, metric in sorted(merged.items()) if metric.on_epoch}
+        return {name: metric.value for name, metric in sorted(merged.items())}
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add the values in another store's ``state_dict``."""

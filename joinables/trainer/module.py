@@ -18,20 +18,18 @@ The order of calls (``*`` is ``validation``, ``test`` or ``predict``)::
 
     on_*_epoch_start, *_step for each batch, on_*_epoch_end
 
-    results_to_return on rank 0
+    add_to_queue      on rank 0
     teardown
-    take_results      on rank 0, in the process that called fit
+    get_from_queue    on rank 0, in the process that called fit
 
 The annotation of ``trainer`` is ``Any``, since the file that defines ``Trainer`` imports this one.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
@@ -40,7 +38,6 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from join.collectives._torch_private import pytree
-from joinables._torch.objects import compiled_from
 from joinables.trainer.arguments import REST, lacking
 from joinables.trainer.metrics import Reduction
 
@@ -98,11 +95,11 @@ class TrainModule(torch.nn.Module):
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, several in a list, ``(optimizers, schedulers)``, or a dict.
+        """Return an optimizer, or a dict, or several of them in a list.
 
-        A dict has the keys ``"optimizer"`` and ``"lr_scheduler"``, and ``"monitor"`` for a ``ReduceLROnPlateau``. A
-        scheduler is stepped after every epoch, or, in the form ``{"scheduler": s, "interval": "step"}``, after every
-        optimizer step.
+        A dict has the keys ``"optimizer"`` and ``"lr_scheduler"``. A scheduler is stepped after every epoch, or, in the
+        form ``{"scheduler": s, "interval": "step"}``, after every optimizer step. A ``ReduceLROnPlateau`` has the form
+        ``{"scheduler": s, "monitor": metric}``.
         """
         raise NotImplementedError
 
@@ -165,7 +162,7 @@ class TrainModule(torch.nn.Module):
         """Called before a training step, with its batch on the device; if it returns -1, the epoch ends."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before the gradients are clipped and ``optimizer`` steps; may change the gradients.
+        """Called before ``optimizer`` steps; may change the gradients, such as by ``clip_gradients(optimizer, 1.0)``.
 
         With a sharded optimizer, a rank without data calls this too. It has the same gradients and steps its shard.
         """
@@ -179,20 +176,11 @@ class TrainModule(torch.nn.Module):
     def on_train_end(self) -> None:
         """Called after the last epoch of a fit."""
 
-    def on_validation_epoch_start(self) -> None:
-        """Called before the validation batches."""
-
     def on_validation_epoch_end(self) -> None:
         """Called after the validation batches, before their metrics are averaged."""
 
-    def on_test_epoch_start(self) -> None:
-        """Called before the test batches."""
-
     def on_test_epoch_end(self) -> None:
         """Called after the test batches, before their metrics are averaged."""
-
-    def on_predict_epoch_start(self) -> None:
-        """Called before the batches of a prediction."""
 
     def on_predict_epoch_end(self) -> None:
         """Called after the batches of a prediction."""
@@ -220,60 +208,32 @@ class TrainModule(torch.nn.Module):
         return self._trainer
 
     def log(
-        self,
-        name: str,
-        value: float | torch.Tensor,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: Reduction = "mean",
-        *,
-        batch_size: int | None = None,
-        sync_dist: bool | None = None,
+        self, name: str, value: float | torch.Tensor, *, reduce_fx: Reduction = "mean", batch_size: int | None = None
     ) -> None:
         """Record a metric.
 
-        At the end of the epoch, ``trainer.callback_metrics[name]`` is its mean over all samples of all ranks. The
-        number of processes does not change it. If a step logs several values under one name, all of them count.
+        At the end of the epoch, ``trainer.metrics[name]`` is its mean over all samples of all ranks. The number of
+        processes does not change it. If a step logs several values under one name, all of them count.
 
         Args:
             name: The metric's name.
             value: A number, or a tensor with one element. For ``"mean"``, it is the mean over the samples of the batch.
-            prog_bar: Whether the progress bar shows it. If no value has ``prog_bar``, the bar shows all.
-            logger: Whether the trainer's loggers receive it.
-            on_step: Whether loggers receive the value of rank 0's batch, every ``log_every_n_steps`` training steps, as
-                ``NAME_step``, or as ``NAME`` with ``on_epoch=False``; by default they do.
-            on_epoch: Whether the mean of the epoch is computed, as ``NAME``; by default it is.
             reduce_fx: The reduction of the values to one. ``"mean"`` weights them by their numbers of samples.
             batch_size: The number of samples that the value is the mean of; by default, the samples of the batch.
-            sync_dist: Ignored, for compatibility with Lightning: means are always over all ranks.
 
         Raises:
             ValueError: If ``reduce_fx`` is unknown, or differs from the metric's previous one.
             TypeError: If the value is not one number.
             RuntimeError: In a prediction.
         """
-        to = prog_bar, logger, logger and on_step is not False, on_epoch is not False
-        self.trainer.run.log(name, value, batch_size, reduce_fx, to)
-
-    def log_dict(self, metrics: Mapping[str, float | torch.Tensor], *flags: Any, **options: Any) -> None:
-        """Record several metrics; ``flags`` and ``options`` are passed to :meth:`log`."""
-        for name, value in metrics.items():
-            self.log(name, value, *flags, **options)
-
-    def print(self, *values: Any, **options: Any) -> None:
-        """Print on rank 0 only."""
-        if self._trainer is None or self.global_rank == 0:
-            print(*values, **options)
+        self.trainer.run.log(name, value, batch_size, reduce_fx)
 
     def all_gather(self, tensor: torch.Tensor | float) -> torch.Tensor:
         """Return the tensors of all ranks, without grad.
 
         All ranks call it: in hooks of a run or an epoch, and in ``configure_optimizers``. In training steps, and hooks
-        of a training batch, it is an error if ranks may have different numbers of batches in the epoch, unless the
-        trainer has ``uneven="stop"``. In other batches, ``prepare_data`` and ``on_save_checkpoint`` it is an error if
-        there is more than one rank.
+        of a training batch, it is an error if ranks may have different numbers of batches in the epoch. In other
+        batches, ``prepare_data`` and ``on_save_checkpoint`` it is an error if there is more than one rank.
 
         Args:
             tensor: A tensor of the same shape and dtype on all ranks, or a number.
@@ -339,7 +299,7 @@ class TrainModule(torch.nn.Module):
             parameter.requires_grad_(required and id(parameter) in held)
 
     def untoggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unfreeze what :meth:`toggle_optimizer` has frozen."""
+        """Unfreeze the parameters that :meth:`toggle_optimizer` has frozen."""
         for parameter, required in self._toggled:
             parameter.requires_grad_(required)
         self._toggled = []
@@ -361,27 +321,6 @@ class TrainModule(torch.nn.Module):
         """First logger of the trainer; ``None`` without one."""
         return self.trainer.logger
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the module's first parameter."""
-        first = next(self.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
-
-    @property
-    def current_epoch(self) -> int:
-        """Current epoch, from 0."""
-        return self.trainer.current_epoch
-
-    @property
-    def global_step(self) -> int:
-        """Number of optimizer steps so far."""
-        return self.trainer.global_step
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process, from 0."""
-        return self.trainer.global_rank
-
     @override
     def __setattr__(self, name: str, value: Any) -> None:
         # Python finds an attribute of the class before a part of the module, so the part would never run.
@@ -400,7 +339,7 @@ class TrainModule(torch.nn.Module):
         except AttributeError:
             if name.startswith("_"):
                 raise
-            raise lacking(type(self).__name__, name, TrainModule) from None
+            raise lacking(self, name, TrainModule) from None
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
@@ -415,10 +354,10 @@ def _one_or_all(objects: Sequence[Any]) -> Any:
 class Callback:
     """Base of callbacks: objects that a trainer calls at certain points of a run.
 
-    The hooks, the ``on_...`` methods, do nothing unless overridden. They receive the :class:`Trainer` and its
-    :class:`TrainModule`, and run on every rank. All ranks call the hooks of an epoch or a run together, so these may
-    communicate, by the module's ``all_gather`` and ``reduce``. Hooks of a batch must not, since a rank that is out of
-    data does not call them.
+    A callback has any hooks of :class:`TrainModule` from ``setup`` to ``teardown``, under the same names. Each receives
+    the :class:`Trainer` and its module before the arguments of the module's hook, which is called first, such as
+    ``on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)``. The same hooks may communicate, by the
+    module's ``all_gather`` and ``reduce``.
     """
 
     is_last: ClassVar[bool] = False
@@ -436,68 +375,12 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state."""
 
-    def setup(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        """Called before the module's ``setup``."""
-
-    def teardown(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        """Called before the module's ``teardown``, even if the run raised."""
-
-    def on_start(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        """Called before a run: ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
-
-    def on_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        """Called after a run, even if it raised."""
-
-    def on_exception(self, trainer: Any, module: TrainModule, error: BaseException) -> None:
-        """Called when a run raises; must not communicate."""
-
-    def results_to_return(self, trainer: Any, module: TrainModule) -> Any:
-        """Return the argument of ``take_results``; called after the module's ``results_to_return``."""
-
-    def take_results(self, trainer: Any, module: TrainModule, results: Any) -> None:
-        """Take the result of ``results_to_return``; called after the module's ``take_results``."""
-
-    def on_train_start(self, trainer: Any, module: TrainModule) -> None:
-        """Called before the first epoch of a fit."""
-
-    def on_train_epoch_start(self, trainer: Any, module: TrainModule) -> None:
-        """Called before the first batch of an epoch."""
-
-    def on_train_batch_start(self, trainer: Any, module: TrainModule, batch: Any, batch_idx: int) -> Any:
-        """Called before a training step; -1 ends the epoch, as from the module's hook."""
-
-    def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a training step, and after the optimizer's step if one followed."""
-
-    def on_train_epoch_end(self, trainer: Any, module: TrainModule) -> None:
-        """Called after an epoch and its validation; ``trainer.callback_metrics`` is up to date."""
-
-    def on_train_end(self, trainer: Any, module: TrainModule) -> None:
-        """Called after the last epoch of a fit."""
-
-    def on_evaluation_start(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        """Called before the batches of a validation, test or prediction."""
-
-    def on_evaluation_batch_end(
-        self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, stage: str
-    ) -> None:
-        """Called after one batch of a validation, test or prediction."""
-
-    def on_evaluation_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        """Called after the batches of a validation, test or prediction; ``trainer.callback_metrics`` is up to date."""
-
-    def on_save_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Add entries to a checkpoint; called on the rank that writes it."""
-
-    def on_load_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Read or replace entries of a checkpoint; called after the module's ``on_load_checkpoint``."""
-
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 _HOOK = re.compile(
     r"(on_|configure_)\w+|(optimizer|lr_scheduler)_step|optimizer_zero_grad|backward|transfer_batch_to_device"
-    r"|\w+_(step|epoch)_end|\w+_(to|from)_queue"
+    r"|\w+_(step|epoch)_end|\w+_(to|from)_queue|\w+_dataloader"
 )
 """The names of hooks. A method of such a name that the trainer does not call would be left out silently."""
 
@@ -509,50 +392,15 @@ _NEEDED = {
 }
 
 
-def check_module(module: Any, stage: str, loaders: Mapping[str, Any]) -> None:
-    """Raise a ``TypeError`` for a module without a method that the stage needs, or with hooks that are never called.
-
-    Args:
-        module: The module.
-        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        loaders: The arguments with loaders, by name.
-    """
-    if isinstance(inner := compiled_from(module), TrainModule):
-        raise TypeError(
-            f"module is torch.compile({type(inner).__name__}), and torch.compile compiles no training_step. Pass the"
-            " module itself, and compile its parts in on_train_start, such as self.net.compile(). [J595]"
-        )
+def check_module(module: Any, stage: str) -> None:
+    """Raise a ``TypeError`` for a module without a method that the stage needs, or with hooks that are never called."""
     if not isinstance(module, TrainModule):
         kind = type(module).__name__
         raise TypeError(f"module is of type {kind}. Derive its class from joinables.trainer.TrainModule. [J181]")
     for name in _NEEDED[stage]:
         if getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module):
             raise TypeError(f"{type(module).__name__} has no {name}, which {stage} calls. Define that method. [J182]")
-        if name.endswith("_step"):
-            try:
-                with suppress(ValueError):  # a callable without a signature, such as a built-in one
-                    inspect.signature(object.__getattribute__(module, name)).bind(None, 0)
-            except TypeError as error:
-                raise TypeError(
-                    f"{type(module).__name__}.{name} does not accept a batch and its index ({error}). Define it as"
-                    f" {name}(self, batch, batch_idx). [J744]"
-                ) from error
-    refuse_hooks(module, TrainModule)
-    for name, loader in loaders.items():
-        part = name.removesuffix("loader") or f"{stage.removesuffix('idate')}_"
-        if loader is None and callable(getattr(type(module), f"{part}dataloader", None)):
-            raise TypeError(
-                f"{name} is None, and the trainer does not call {part}dataloader of {type(module).__name__}. Pass"
-                f" {name}=module.{part}dataloader() to {stage}. [J871]"
-            )
-
-
-def check_callback(callback: Any) -> None:
-    """Raise a ``TypeError`` for an object that is not a callback, or has hooks that are never called."""
-    if not isinstance(callback, Callback):
-        kind = type(callback).__name__
-        raise TypeError(f"callbacks has an object of type {kind}. Derive it from joinables.trainer.Callback. [J177]")
-    refuse_hooks(callback, Callback)
+    refuse_hooks(module)
 
 
 def warn_of_own_state(objects: Sequence[TrainModule | Callback]) -> None:
@@ -561,7 +409,7 @@ def warn_of_own_state(objects: Sequence[TrainModule | Callback]) -> None:
     for each in objects:
         base: Any = TrainModule if isinstance(each, TrainModule) else Callback
         hooks = "on_train_batch_start", "on_train_batch_end"
-        changes = any(getattr(type(each), hook) is not getattr(base, hook) for hook in hooks)
+        changes = any(getattr(type(each), hook, None) is not getattr(base, hook, None) for hook in hooks)
         if not changes or (base is Callback and type(each).state_dict is not Callback.state_dict):
             continue
         held = [
@@ -578,12 +426,12 @@ def warn_of_own_state(objects: Sequence[TrainModule | Callback]) -> None:
             )
 
 
-def refuse_hooks(hooked: object, base: type) -> None:
-    """Raise a ``TypeError`` for a module or a callback with hooks that its base does not have."""
+def refuse_hooks(hooked: object) -> None:
+    """Raise a ``TypeError`` for a module or a callback with hooks that a trainer does not call."""
     kind = type(hooked)
-    names = (name for name in dir(kind) if _HOOK.fullmatch(name) and not hasattr(base, name))
+    names = (name for name in dir(kind) if _HOOK.fullmatch(name) and not hasattr(TrainModule, name))
     if uncalled := [name for name in names if callable(getattr(kind, name))]:
-        known = [name for name in vars(base) if not name.startswith("_")]
+        known = [name for name in vars(TrainModule) if not name.startswith("_")]
         near = dict.fromkeys(close for name in uncalled for close in get_close_matches(name, known, 1, 0))
         raise TypeError(
             f"{kind.__name__} has hooks that the trainer does not call: {', '.join(uncalled)}. Move their statements"

@@ -111,11 +111,11 @@ class CollectiveStrategy(Strategy):
     @override
     @contextlib.contextmanager
     def block(
-        self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
+        self, listed: Sequence[Any], *, enable: bool, transform_gradients: Callable[[], object]
     ) -> Generator[None]:
         assert self._gradients is not None
         enable = enable or self.timeout is not None
-        with Join([self._gradients, *listed, self], enable, throw, timeout=self.timeout) as join:
+        with Join([self._gradients, *listed, self], enable, timeout=self.timeout) as join:
             yield
         self.report = join.report
 

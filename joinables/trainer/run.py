@@ -1,17 +1,53 @@
-"""State of one run on one rank: :class:`Run`, with its :class:`Task`, and its :class:`Position` in an epoch.
+"""A run on one rank: its state and its loops, :class:`Run` and :class:`Fit`, with the :class:`Task` of all ranks.
 
 A run lives in the process of its rank, from the start of the rank's work to its end. The trainer lives longer.
+
+The order of collectives, on every rank::
+
+    start      a broadcast of the state to resume from, from rank 0; DDP's own, as the module is wrapped
+               one object all-gather for each loader with a sampler of the user's
+    an epoch   one object all-gather: the numbers and sizes of all ranks' batches
+               a vote: has every rank wrapped the same parameters before? If not, as at the start
+               the block: see joinables.ddp; a rank that is out of data shadows the others
+                   with sync_batchnorm and unknown lengths, a vote before each batch: does every rank have another one?
+               one object all-gather each: the metrics of the epoch, of its validation, of each hook at its end
+               checkpoints at its end: see joinables.trainer.checkpoint
+    a hook     all_gather or reduce of the module, if called: one object all-gather, and an all-gather or all-reduce
+
+Within a block, a rank that accumulates k batches runs one synchronised backward for every k batches, and one for the
+remainder at its end. So the n-th synchronised backward of one rank meets the n-th of every other rank.
+
+A snapshot is everything that a fit resumes from. It has the same form in checkpoint files, for a second ``fit`` of the
+same trainer, and on its way from processes that were started to the process that started them. It is a dict of plain
+data and tensors::
+
+    epochs, global_step          counters
+    module                       the module's state dict
+    optimizers, schedulers       a list each, in the order of configure_optimizers; sharded state is put together
+    callbacks                    by state_key
+    metrics                      the latest value of each
+    ranks                        a list, by rank: batches trained on in the current epoch, the seed of its order, its
+                                 metrics so far, random numbers
+
+An epoch counts as completed after its validation and the steps of its schedulers. A fit that resumes from an earlier
+snapshot of the epoch skips all batches and validates again.
+
+Taking a snapshot is collective, since each rank holds a part. Ranks without data take part through ``Snapshots``::
+
+    all-gather of the ranks' parts; the lowest rank with data becomes the writer
+    for each sharded optimizer: its shards go to the writer
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from typing_extensions import override
@@ -20,17 +56,29 @@ from join import Join
 from join.batch import map_tensors
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
+from join.errors import add_note
 from join.joinable import Burst, OnGroup
-from joinables.modules import replaced
+from join.transfer import broadcast_tree
+from joinables._torch.objects import mark_stepped
+from joinables.modules import keeping_modes, replaced
 from joinables.trainer import rng
-from joinables.trainer.data import UnevenDistributedSampler, set_epoch
-from joinables.trainer.launch import Place
-from joinables.trainer.metrics import Logged, MetricStore, Reduction, Shown
-from joinables.trainer.module import Callback, TrainModule
-from joinables.trainer.samples import is_movable
+from joinables.trainer.checkpoint import keep_trained
+from joinables.trainer.data import (
+    Plan,
+    Position,
+    SampleCounter,
+    compare_first,
+    counts_samples,
+    gather_on_first,
+    sampler_of,
+    share,
+)
+from joinables.trainer.launch import Place, read
+from joinables.trainer.metrics import MetricStore, Reduction, monitored
+from joinables.trainer.module import TrainModule, warn_of_own_state
 from joinables.trainer.strategy import Strategy
 
-Uneven: TypeAlias = Literal["join", "stop", "error"]
+logger = logging.getLogger("joinables")
 
 
 @dataclass(frozen=True)
@@ -52,50 +100,6 @@ class Task:
     home: int
     random: dict[str, Any]
     seed: int
-
-
-class TrainerState:
-    """The part of a trainer that its runs read and change."""
-
-    epochs: int = 0
-    """Number of completed epochs, over all fits of the module."""
-    global_step: int = 0
-    """Number of optimizer steps, over all fits of the module."""
-    strategy: Strategy
-    accelerator: str
-    num_nodes: int
-    callbacks: list[Callback]
-    dtype: torch.dtype
-    seed: int | None
-    max_epochs: int | None  # without limit: ``None``, or -1, as Lightning writes it
-    max_steps: int | None
-    accumulate_grad_batches: int
-    gradient_clip_val: float | None
-    uneven: Uneven
-    metrics: dict[str, float]
-    should_stop: bool
-    checkpoint_io: Any
-    default_root_dir: Path
-
-    def hand_over(self, state: dict[str, Any]) -> None:
-        """Keep the snapshot of the end of a fit; see ``Trainer``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts, and the states of the callbacks; a rank that was out of data early loads these."""
-        callbacks = {callback.state_key: callback.state_dict() for callback in self.callbacks}
-        return {"epochs": self.epochs, "global_step": self.global_step, "callbacks": callbacks}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state. A callback that has none there stays as it is."""
-        self.epochs, self.global_step = state["epochs"], state["global_step"]
-        for callback in self.callbacks:
-            if callback.state_key in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][callback.state_key])
-
-
-def is_limit(count: int | None) -> TypeGuard[int]:
-    """Return whether ``max_epochs`` or ``max_steps`` is a limit; ``None`` and -1 are none."""
-    return count not in (None, -1)
 
 
 class Snapshots(OnGroup, Burst):
@@ -125,127 +129,6 @@ class Snapshots(OnGroup, Burst):
         self._take(False)
 
 
-class Position:
-    """Position of a rank in an epoch, and the rank's part of a snapshot.
-
-    Args:
-        metrics: The store of the epoch's metrics, which stays the same while a validation records into another store.
-        epoch: The current epoch, from 0.
-
-    Attributes:
-        epoch: The current epoch, from 0.
-        batches_trained: The number of the epoch's batches that this rank has trained on; 0 between epochs.
-        sampler: The sampler that distributes the training samples, if the trainer made one.
-        resume_from: This rank's part of the snapshot that the fit resumes from, until the first batches are read.
-    """
-
-    def __init__(self, metrics: MetricStore, epoch: int) -> None:
-        self._metrics, self.epoch, self.batches_trained = metrics, epoch, 0
-        self.sampler: UnevenDistributedSampler | None = None
-        self.resume_from: dict[str, Any] | None = None
-        self._random_at_start: dict[str, Any] | None = None
-        """The random state before the epoch's first batch was read; ``None`` between epochs."""
-        self._random_before_read: dict[str, Any] | None = None
-        """The random state before the next batch was read."""
-        self._random_to_resume: dict[str, Any] | None = None
-        """The random state for a snapshot taken now; ``None`` for the present state.
-
-        It is an older state if a fit that resumes from there repeats some work. This is so after ``redo_from_here``,
-        and in a step, since the next batch was read before the step.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of a snapshot taken now."""
-        return self.resume_from or {
-            "batches": self.batches_trained,
-            "seed": None if self.sampler is None else self.sampler.seed,
-            "start": None if self.sampler is None else self.sampler.start,
-            "used": None if self.sampler is None else self.sampler.used(self.batches_trained),
-            "metrics": self._metrics.state_dict(),
-            "random_at_start": self._random_at_start,
-            "random_before_read": self._random_before_read,
-            "random": self._random_to_resume or rng.capture(),
-        }
-
-    def load_state_dict(self, part: dict[str, Any]) -> None:
-        """Have the fit resume from this rank's part of a snapshot."""
-        self.resume_from = part
-        if part["random_at_start"] is None:  # within an epoch, the generators are restored as batches are read again
-            rng.restore(part["random"])
-
-    def begin_epoch(self, epoch: int, loader: Any) -> None:
-        """Have ``loader`` yield an epoch, or the remainder of the epoch in which the fit resumes."""
-        self.epoch = epoch
-        self.redo_from_here()
-        set_epoch(loader, epoch)
-        if self.sampler is not None and self.resume_from is not None:
-            self.sampler.set_epoch(epoch, self.resume_from["start"] or 0)
-
-    def redo_from_here(self) -> None:
-        """Have a fit that resumes repeat the work that follows: hooks before an epoch's batches, or a validation.
-
-        Snapshots contain the random state of this moment until batches are read or the epoch ends.
-        """
-        self._random_to_resume = rng.capture()
-
-    def batches(
-        self, loader: Any, limit: int | None, voting: Callable[[Iterator[Any]], Iterator[Any]] | None
-    ) -> Iterator[tuple[int, Any, bool]]:
-        """Yield the batches of an epoch, from the position in which the fit resumes.
-
-        Each batch comes with its index and whether it is the last. The next batch is read before the current one is
-        used, since nothing else shows which batch is the last.
-
-        Args:
-            loader: This rank's batches.
-            limit: The largest number of batches.
-            voting: If ranks do not know each other's number of batches, a function of the batches. It yields them
-                until a rank has no more.
-        """
-        part, self.resume_from = self.resume_from, None
-        resumed = part if part is not None and part["random_at_start"] is not None else None
-        self.batches_trained = 0 if resumed is None else resumed["batches"]
-        if resumed is not None:
-            rng.restore(resumed["random_at_start"])
-            self._metrics.clear()
-            self._metrics.merge(resumed["metrics"])
-        self._random_at_start, self._random_to_resume = rng.capture(), None
-        # Workers of a loader have random states of their own, which only reading brings to this position.
-        skips = self.sampler is not None and not getattr(loader, "num_workers", 0)
-        skipped = self.batches_trained if skips else 0
-        if self.sampler is not None:
-            self.sampler.skip = skipped
-        left = None if limit is None else max(limit - skipped, 0)
-        numbered: Iterator[tuple[int, Any]] = islice(enumerate(rng.iterate(loader), skipped), left)
-        for _ in range(self.batches_trained - skipped):
-            next(numbered, None)
-        if resumed is not None:
-            # The next batch was read before the last step drew random numbers.
-            rng.restore(resumed["random_before_read"])
-        if voting is not None:
-            numbered = voting(numbered)
-        self._random_before_read = rng.capture()
-        following = next(numbered, None)
-        if resumed is not None:
-            rng.restore(resumed["random"])
-        while following is not None:
-            index, batch = following
-            self._random_to_resume = rng.capture()
-            following = next(numbered, None)
-            yield index, batch, following is None
-
-    def advance(self) -> None:
-        """Count a batch as trained on: a fit that resumes from here starts with the next."""
-        self.batches_trained += 1
-        self._random_before_read, self._random_to_resume = self._random_to_resume, None
-
-    def end_epoch(self) -> None:
-        """Forget the epoch after its validation: a fit that resumes from here starts with the next epoch."""
-        self.batches_trained = 0
-        self._random_at_start = self._random_before_read = self._random_to_resume = None
-        self._metrics.clear()
-
-
 class Run:
     """A run on one rank: the module on its device, the collective of the ranks, the metrics, and the progress of a fit.
 
@@ -255,7 +138,7 @@ class Run:
     apart: str = ""
     """Current place, if other ranks may not reach it, so that a call which waits for them is refused."""
 
-    def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, place: Place) -> None:
+    def __init__(self, trainer: Any, module: TrainModule, task: Task, place: Place) -> None:
         self.trainer, self.module, self.task, self.place = trainer, module, task, place
         self.device = trainer.strategy.device(trainer.accelerator, place)
         self.is_at_home = os.getpid() == task.home
@@ -267,89 +150,114 @@ class Run:
         """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the current batch."""
-        self.shown: Shown | None = None
-        """Values that are shown, if this rank shows any."""
+        self.latest: dict[str, float] = {}
+        """The metrics of the current epoch or evaluation that loggers have not received."""
         self.position = Position(self.store, trainer.epochs)
         self.weight_unit: int | None = None
         """The number of samples that weigh 1 in gradients; ``None`` if all batches weigh the same."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=trainer.dtype is torch.float16)
-
-    def _place(self) -> None:
-        self.module.to(self.device, torch.float64 if self.trainer.dtype is torch.float64 else None)
 
     def set_up(self) -> None:
         """Call the hooks that come before the stage, which may add parts to the module."""
-        self._place()
+        self.module.to(self.device)
         if self.place.local_rank == 0:
             with replaced(self, "apart", "prepare_data"):
                 self.module.prepare_data()
         self.trainer.strategy.meet("has prepared its data")
         self.call("setup", self.task.stage)
-        self.module.setup(self.task.stage)
-        self._place()
+        self.module.to(self.device)
 
     def take(self, batch: Any, samples: int) -> Any:
-        """Return the batch, with this number of samples, on the device and in the run's precision."""
+        """Return the batch, with this number of samples, on the device."""
         self.samples = samples
         self.trainer.strategy.moves()
-        if self.shown is not None:
-            self.shown.step.clear()
-        doubles = self.trainer.dtype is torch.float64
-        if self.device.type == "cpu" and not doubles:
+        if self.device.type == "cpu":
             return batch
 
-        def taken(tensor: torch.Tensor) -> torch.Tensor:
-            dtype = torch.float64 if doubles and tensor.is_floating_point() else None
-            return tensor.to(self.device, dtype, non_blocking=True)
+        def taken(part: Any) -> Any:
+            if is_movable(part):
+                return part.to(self.device)
+            return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), part)
 
-        def taken_part(part: Any) -> Any:
-            if not is_movable(part):
-                return map_tensors(taken, part)
-            moved = part.to(self.device)
-            return moved.to(torch.float64) if doubles else moved
-
-        return pytree.tree_map(taken_part, batch, is_leaf=is_movable)
+        return pytree.tree_map(taken, batch, is_leaf=is_movable)
 
     def take_snapshot(self, active: bool) -> dict[str, Any] | None:
-        """Return a snapshot of a fit on one rank; ``active`` says whether this rank still has data."""
-        raise NotImplementedError
-
-    def autocast(self) -> torch.autocast:
-        """Return the context for a forward, in mixed precision or as the module is."""
-        dtype = self.trainer.dtype
-        is_mixed = dtype in (torch.bfloat16, torch.float16)
-        return torch.autocast(self.device.type, dtype if is_mixed else None, enabled=is_mixed)
-
-    def call(self, hook: str, *args: Any) -> None:
-        """Call a hook of all callbacks."""
-        for callback in self.trainer.callbacks:
-            getattr(callback, hook)(self.trainer, self.module, *args)
-
-    def log(self, name: str, value: Any, samples: int | None, reduce_fx: Reduction, to: Sequence[bool]) -> None:
-        """Record a metric; arguments as of ``TrainModule.log``.
+        """Return the snapshot on the rank that writes it, ``None`` elsewhere; called on all ranks.
 
         Args:
-            name: The metric's name.
-            value: Its value in this step or hook.
-            samples: The number of samples; ``None`` for the samples of the current batch.
-            reduce_fx: The reduction of the values to one.
-            to: Whether a progress bar shows it, whether loggers receive it, also of single steps, and whether the epoch
-                has it.
+            active: Whether this rank still has data; outside a block, all ranks are active.
         """
+        parts = self.collective.all_gather_object({**self.position.state_dict(), "active": active})
+        writer = next(rank for rank, part in enumerate(parts) if part["active"])
+        for optimizer in self.optimizers:
+            consolidate: Any = getattr(optimizer, "consolidate_state_dict", None)
+            if consolidate is not None:
+                consolidate(to=writer)
+        if self.collective.rank != writer:
+            return None
+        state: dict[str, Any] = {
+            **self.trainer.state_dict(),
+            "module": self.module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [stepped.scheduler.state_dict() for stepped in self.schedulers],
+            "ranks": parts,
+        }
+        with replaced(self, "apart", "on_save_checkpoint"):
+            self.call("on_save_checkpoint", state)
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Load the weights of a snapshot, the same on all ranks, and return the snapshot as hooks have changed it."""
+        loaded = dict(state)
+        self.call("on_load_checkpoint", loaded)
+        if "module" in loaded:  # the last fit of the trainer kept the weights in the module
+            self.module.load_state_dict(loaded["module"])
+        return loaded
+
+    def changed_weights(self) -> dict[str, Any] | None:
+        """Return the weights that the process which started the run lacks: those that changed since the snapshot."""
+        if self.task.stage != "fit":
+            return None if self.task.saved is None else self.module.state_dict()
+        path, weights = self.task.folder / "snapshot", self.module.state_dict()
+        before: dict[str, Any] = read(path)["module"] if path.exists() else {}
+
+        def is_known(name: str, value: Any) -> bool:
+            known, is_tensor = before.get(name), isinstance(value, torch.Tensor)
+            return is_tensor and isinstance(known, torch.Tensor) and torch.equal(known, value.cpu())
+
+        return {name: value for name, value in weights.items() if not is_known(name, value)}
+
+    def hooks(self, name: str) -> list[Callable[..., Any]]:
+        """Return a hook of the module, and the same hook of all callbacks, in their order."""
+        trainer, module = self.trainer, self.module
+        callbacks = (each for each in trainer.callbacks if hasattr(each, name))
+        return [getattr(module, name), *(partial(getattr(each, name), trainer, module) for each in callbacks)]
+
+    def call(self, hook: str, *args: Any) -> list[Any]:
+        """Call a hook of the module and of all callbacks, and return their results."""
+        return [call(*args) for call in self.hooks(hook)]
+
+    def call_and_reduce(self, hook: str) -> dict[str, float]:
+        """Call a hook of the module and of all callbacks, and return the metrics so far.
+
+        Each sees the metrics that the previous ones have logged.
+        """
+        self.samples, metrics = 1, dict[str, float]()  # values logged in hooks weigh the same on all ranks
+        for call in self.hooks(hook):
+            call()
+            metrics.update(self.reduce_metrics())
+            self.store.clear()
+        return metrics
+
+    def log(self, name: str, value: Any, samples: int | None, reduce_fx: Reduction) -> None:
+        """Record a metric; arguments as of ``TrainModule.log``. ``samples=None`` is the number of the batch."""
         if not self.takes_metrics:
             raise RuntimeError(
-                f"Metric {name!r} was logged in a prediction, or in a callback's on_start or on_end, which have no"
-                " metrics. Log it in a step or another hook. [J272]"
+                f"Metric {name!r} was logged in a prediction or in teardown, which have no metrics. Log it in a step or"
+                " another hook. [J272]"
             )
         self.store.record(name, value, self.samples if samples is None else samples, reduce_fx)
-        if to[:2] != (False, True) or not to[3]:
-            metric = self.store[name]
-            metric.prog_bar, metric.logger, metric.on_epoch = to[0], to[1], to[3]
-        if self.shown is not None:
-            held = value.detach() if isinstance(value, torch.Tensor) else value
-            self.shown.step[name] = Logged(held, to[0], to[2], f"{name}_step" if to[3] else name)
 
     def together(self, call: str) -> Strategy:
         """Return the strategy for a call that all ranks make.
@@ -361,7 +269,7 @@ class Run:
             raise RuntimeError(
                 f"self.{call} was called in {self.apart}, where it could wait forever for ranks that do not call it."
                 " Call it in a hook that all ranks run, such as on_train_epoch_end or on_validation_epoch_end, or pass"
-                " the value to self.log. Training steps may call it in all epochs with Trainer(uneven='stop'). [J703]"
+                " the value to self.log. Training steps may call it if all ranks have equally many batches. [J703]"
             )
         return self.trainer.strategy
 
@@ -369,17 +277,429 @@ class Run:
         """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""
         self.trainer.strategy.meet("reduces metrics")
         metrics = self.store.reduce(self.collective)
-        if self.shown is not None:
-            self.shown.metrics.update(metrics)
-        values = {name: metric.value for name, metric in metrics.items()}
-        self.trainer.metrics.update(values)
-        return values
-
-    def fresh_metrics(self) -> AbstractContextManager[None]:
-        """Return a context in which metrics are recorded in a separate store."""
-        return replaced(self, "store", MetricStore())
+        self.latest.update(metrics)
+        self.trainer.metrics.update(metrics)
+        return metrics
 
     def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
         """Add the gradients of the batch's loss; arguments as of ``Strategy.backward``."""
         weight = None if self.weight_unit is None else self.samples / self.weight_unit
         self.trainer.strategy.backward(loss, weight, sync=sync, **options)
+
+    # -- validation, test and prediction ------------------------------------------------------------------------------
+
+    # Each rank evaluates its own batches without communicating, so no rank shadows. Metrics are gathered at the end.
+
+    def evaluate(self, loader: Any, stage: str) -> Any:
+        """Evaluate on ``loader`` and return the metrics over all ranks, or the outputs of a prediction by batch.
+
+        Rank 0 returns the outputs of all ranks, and the other ranks return none. They are in the order of the data set.
+        If the trainer did not distribute the data, all outputs of rank 0 come first, then those of rank 1, and so on.
+
+        Args:
+            loader: The batches. A loader that is distributed already is used as it is.
+            stage: ``"validate"``, ``"test"`` or ``"predict"``.
+        """
+        module, outputs, local = self.module, list[Any](), share(loader, self.collective, 0, shuffle=False)
+        name = "validation" if stage == "validate" else stage
+        with keeping_modes(module), torch.no_grad(), replaced(self, "store", MetricStore()):
+            module.eval()
+            samples = SampleCounter(module, local)
+            with replaced(self, "apart", f"a batch of {name}"):
+                for index, batch in enumerate(rng.iterate(local)):
+                    batch = self.take(batch, samples(batch, index))
+                    output = getattr(module, f"{name}_step")(batch, index)
+                    if stage == "predict":
+                        outputs.append(map_tensors(_on_cpu, output))
+            metrics = self.call_and_reduce(f"on_{name}_epoch_end")
+            parts = gather_on_first(self.collective, outputs)
+        if stage != "predict":
+            return metrics
+        if local is loader:
+            return [output for part in parts for output in part]
+        return [part[index] for index in range(max(map(len, parts))) for part in parts if index < len(part)]
+
+
+class Fit(Run):
+    """Fit on one rank, which trains a module and validates it after every epoch if it has batches for that."""
+
+    def __init__(self, trainer: Any, module: TrainModule, task: Task, place: Place) -> None:
+        super().__init__(trainer, module, task, place)
+        self._loader = self._val_loader = None
+        self._hooks: list[Any] = []
+        self._accumulated = 1
+        """The number of batches in one optimizer step of this epoch."""
+        self._window_samples = 0
+        """The number of samples since the last optimizer step."""
+        self.plan = Plan((None,), False)
+        """The numbers and sizes of all ranks' batches: of the current epoch, or of the first one, before it."""
+
+    def start(self, train_loader: Any, val_loader: Any) -> None:
+        """Wrap the module, build its optimizers, and resume from the snapshot of rank 0, if it has one."""
+        trainer, module, ranks = self.trainer, self.module, self.collective.world_size
+        trainer.strategy.meet("begins a fit")
+        seed, state = self.task.seed, self.task.saved
+        if self.is_at_home or trainer.num_nodes > 1:  # processes that one process has started all have its task
+            seed, state = broadcast_tree(self.collective, (seed, state), 0)
+        self._loader = share(train_loader, self.collective, seed)
+        self.position.sampler = sampler_of(self._loader)
+        self._val_loader = None if val_loader is None else share(val_loader, self.collective, 0, shuffle=False)
+        self.plan = Plan.agree(self.collective, self._loader)
+        self._wrap()
+        optimizers, self.schedulers = parse_optimizers(module.configure_optimizers())
+        if foreign := set(parameters_of(optimizers)).difference(module.parameters()):
+            raise ValueError(
+                f"The optimizers of configure_optimizers hold {len(foreign)} parameters that {type(module).__name__}"
+                " lacks, so these would be neither averaged over the ranks nor saved. Make the modules that hold them"
+                " attributes of the module, and put lists of modules into torch.nn.ModuleList. [J597]"
+            )
+        if module.automatic_optimization and len(optimizers) > 1:
+            raise ValueError(
+                f"configure_optimizers returned {len(optimizers)} optimizers, and the trainer steps only one. Set"
+                " automatic_optimization = False in the module, and step them in training_step. [J236]"
+            )
+        if ranks > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise ValueError(
+                "LBFGS calls its closure a different number of times on each rank. Pass devices=1 to the Trainer, or"
+                " return a different optimizer from configure_optimizers. [J249]"
+            )
+        self.optimizers = self.trainer.strategy.shard(optimizers)
+        if not module.automatic_optimization:
+            for optimizer in self.optimizers:
+                self._hooks.append(optimizer.register_step_pre_hook(self._prepare_step))
+                self._hooks.append(optimizer.register_step_post_hook(self._count_step))
+        if trainer.seed is not None:
+            rng.seed_all(trainer.seed + self.collective.rank)
+        elif self.collective.rank:  # rank 0 continues with the state of the process that called, and others must differ
+            rng.seed_all(int(torch.randint(2**32, (), device="cpu")) + self.collective.rank)
+        if state is not None:
+            self._resume(state)
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        """Load a snapshot, the same on all ranks, into a fit that has its optimizers but has not begun.
+
+        Raises:
+            ValueError: If it was taken from other optimizers, groups of parameters or schedulers, or in the middle of
+                an epoch by a different number of ranks, if the remainder of the epoch cannot be distributed.
+        """
+        state = self.load(state)
+        part = self._part_of(state["ranks"])
+        try:
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+                if state["global_step"]:  # otherwise a scheduler that steps in an epoch without a batch left warns
+                    mark_stepped(optimizer)
+            for stepped, saved in zip(self.schedulers, state["schedulers"], strict=True):
+                stepped.scheduler.load_state_dict(saved)
+        except (ValueError, LookupError) as error:
+            raise ValueError(
+                f"The checkpoint has other optimizers or schedulers than configure_optimizers ({error!r}). Return the"
+                " same ones, with the same groups. If a hook adds groups during a fit, add them again in"
+                " on_load_checkpoint. [J251]"
+            ) from error
+        self.trainer.load_state_dict(state)
+        self.position.epoch = self.trainer.epochs
+        if part is not None:
+            self.position.load_state_dict(part)
+
+    def _part_of(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the part that this rank resumes from; ``None`` if a different number of ranks begins an epoch.
+
+        If a different number of ranks resumes in the middle of an epoch, or the batch size is different, the other
+        samples of the epoch are distributed over the present ranks. A rank loads the random numbers of one previous
+        rank. It loads the metrics of all previous ranks whose number equals its own modulo the number of ranks.
+        """
+        rank, ranks, before = self.collective.rank, self.collective.world_size, len(parts)
+        first, sampler = parts[0], self.position.sampler
+        if sampler is not None:
+            sampler.start = first["start"] or 0
+            if first.get("seed") is not None:  # an older version wrote none
+                sampler.seed = first["seed"]
+        if before == ranks and (sampler is None or first["used"] in (None, sampler.used(first["batches"]))):
+            return parts[rank]
+        if not any(part["batches"] or part["start"] for part in parts):
+            return None  # no batch of the epoch was used
+        batches, used = [part["batches"] for part in parts], first["used"]
+        distributed = [len(range(place, sum(batches), before)) for place in range(before)]
+        if sampler is None or used is None or batches != distributed:
+            raise ValueError(
+                f"{before} ranks wrote the checkpoint in the middle of an epoch, and {ranks} ranks cannot share the"
+                f" rest of it. Resume with {before} ranks, or from a checkpoint of the end of an epoch. To resume with"
+                " a different number of ranks, train with a DataLoader whose samples the trainer distributes. [J203]"
+            )
+        metrics = MetricStore()
+        for part in parts[rank::ranks]:
+            metrics.merge(part["metrics"])
+        return {**parts[rank % before], "batches": 0, "start": used, "metrics": metrics.state_dict()}
+
+    def run(self) -> None:
+        """Train up to the number of epochs or steps, or until a callback stops the fit."""
+        trainer = self.trainer
+        self.position.redo_from_here()
+        self._set_modes()
+        self.call("on_train_start")
+        self._agree_to_stop()
+        if (trainer.should_stop or not self._is_within_limits) and self.collective.rank == 0:
+            text = (
+                "This fit trains nothing: %d epochs and %d steps reach max_epochs=%s or max_steps=%s, or a callback"
+                " stops it, such as EarlyStopping. Raise these limits, or its patience."
+            )
+            logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
+        while self._is_within_limits and not trainer.should_stop:
+            steps, is_resumed = trainer.global_step, self.position.resume_from is not None
+            self._epoch()
+            if trainer.global_step == steps and not is_resumed:
+                if self.collective.rank == 0:
+                    text = "An epoch made no optimizer step. No rank had a batch, or no optimizer was stepped."
+                    warnings.warn(text, stacklevel=2)
+                if trainer.max_epochs is None:
+                    break  # the fit would never reach max_steps
+        self._keep_trained()
+        # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
+        with replaced(self, "store", MetricStore()):
+            self.call_and_reduce("on_train_end")
+
+    def _keep_trained(self) -> None:
+        """Put the trained weights where no failure of the user's last hooks can reach them."""
+        trainer, state = self.trainer, None
+        try:
+            # On the CPU, since the trainer keeps the snapshot until the next fit.
+            state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, self.snapshots.take())
+            if state is not None:
+                trainer.hand_over(state)
+        except Exception as error:  # of a hook or a state of the user's, or since the disk is full
+            if self.collective.rank == 0:
+                tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
+                state = {"epochs": trainer.epochs, "global_step": trainer.global_step, "module": tensors}
+                kept = keep_trained(trainer.default_root_dir, state)
+                add_note(error, kept := f"The module was trained. {kept}")
+                logger.error(kept)
+            raise
+        trainer.strategy.meet("has kept the trained weights")  # only then can a rank fail in a last hook
+
+    def end(self) -> None:
+        """Remove the hooks on the user's optimizers, free the gradients, and release persistent data workers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._loader = self._val_loader = None
+        self.module.zero_grad(set_to_none=True)
+
+    @property
+    def _is_within_limits(self) -> bool:
+        """Whether the fit has not reached its number of epochs or steps, which a hook may change."""
+        trainer = self.trainer
+        limits = (trainer.epochs, trainer.max_epochs), (trainer.global_step, trainer.max_steps)
+        return all(limit is None or count < limit for count, limit in limits)
+
+    def _wrap(self) -> None:
+        """Wrap the module for training; a new wrapper is made if other parameters have to be reduced."""
+        several = not self.module.automatic_optimization
+        held = parameters_of(self.optimizers)
+        self.trainer.strategy.wrap(self.module, self.device, several_backwards=several, held=held)
+
+    def _set_modes(self) -> None:
+        """Put the module into training mode, except for parts that are in eval mode while the module is not."""
+        frozen = [part for part in self.module.modules() if self.module.training and not part.training]
+        self.module.train()  # the user may have overridden it to freeze parts
+        for part in frozen:
+            part.training = False
+
+    # -- an epoch -----------------------------------------------------------------------------------------------------
+
+    def _epoch(self) -> None:
+        trainer = self.trainer
+        self.position.begin_epoch(trainer.epochs, self._loader)
+        self.call("on_train_epoch_start")
+        trainer.strategy.meet("reads its first batch")
+        self.plan = Plan.agree(self.collective, self._loader)
+        self.latest.clear()
+        self._wrap()
+        # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
+        finished = trainer.strategy.meet("has ended an epoch", self._train(self.plan))
+        trained = self.reduce_metrics()
+        if not finished:
+            return  # a later fit resumes in the middle of this epoch
+        self.position.redo_from_here()
+        if self._val_loader is not None:
+            validated = self.evaluate(self._val_loader, "validate")
+            if (both := trained.keys() & validated) and self.collective.rank == 0:
+                warnings.warn(
+                    f"{', '.join(sorted(both))} was logged in training and in validation, so trainer.metrics has"
+                    " the value of the validation. Log it under two names.",
+                    stacklevel=2,
+                )
+        # Before the first optimizer step a scheduler has nothing to do, and torch would warn.
+        if self.module.automatic_optimization and trainer.global_step:
+            self._schedule("epoch")
+        trainer.epochs += 1
+        self.position.end_epoch()
+        self.call_and_reduce("on_train_epoch_end")
+        self._agree_to_stop()
+
+    def _agree_to_stop(self) -> None:
+        """Stop on all ranks if one of them stops."""
+        self.trainer.should_stop = not self.trainer.strategy.meet("begins an epoch", not self.trainer.should_stop)
+
+    def _train(self, plan: Plan) -> bool:
+        """Train on one epoch's batches and return whether this rank reached their end."""
+        needs_even, are_known = getattr(self.trainer.strategy, "sync_batchnorm", False), None not in plan.lengths
+        if needs_even and are_known and not plan.even:
+            self._refuse_uneven(f"The ranks have {plan.lengths} batches")
+        vote = needs_even and not are_known and len(plan.lengths) > 1
+        self._accumulated = self.trainer.accumulate_grad_batches
+        is_weighted = self._accumulated > 1 or not plan.equal_batches or counts_samples(self.module)
+        self.weight_unit = plan.batch_size if is_weighted else None
+        listed = [*self.optimizers, *(stepped.scheduler for stepped in self.schedulers), self.trainer]
+        enable = not plan.even or is_weighted
+        block = self.trainer.strategy.block(listed, enable=enable, transform_gradients=self._prepare_gradients)
+        apart = "" if plan.even or vote else "an epoch in which ranks may have different numbers of batches"
+        batches = self.position.batches(self._loader, self._while_all_have_one if vote else None)
+        if self.trainer.epochs == 0:
+            batches = compare_first(self.collective, self._loader, batches)
+        with replaced(self, "apart", apart), block:
+            finished = self._train_batches(batches)
+            self.samples = 0  # values that this rank logs while it shadows others weigh nothing
+        if are_known and not plan.even and self.trainer.epochs == 0:
+            warn_of_own_state([self.module, *self.trainer.callbacks])
+        return finished
+
+    def _train_batches(self, batches: Iterator[tuple[int, Any, bool]]) -> bool:
+        """Train on the batches, and return whether they were the rest of the epoch.
+
+        A hook that returns -1 before a batch ends the epoch, as in Lightning.
+        """
+        module, samples = self.module, SampleCounter(self.module, self._loader)
+        for index, batch, is_last in batches:
+            batch = self.take(batch, samples(batch, index))
+            if -1 in self.call("on_train_batch_start", batch, index):
+                return True
+            if module.automatic_optimization:
+                outputs = self._automatic_step(batch, index, is_last)
+            else:
+                outputs = module.training_step(batch, index)
+            self.position.advance()
+            self.call("on_train_batch_end", outputs, batch, index)
+            if not self._is_within_limits:
+                return is_last
+        return True
+
+    def _while_all_have_one(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches until a rank has no more: before each, the ranks vote, so no rank shadows another."""
+        batch = next(batches, None)
+        while self.collective.reduce_boolean_decision(batch is not None):
+            yield batch
+            batch = next(batches, None)
+        if self.collective.reduce_boolean_decision(batch is not None, all=False):
+            self._refuse_uneven("The ranks have different numbers of batches")
+
+    @staticmethod
+    def _refuse_uneven(what: str) -> NoReturn:
+        raise ValueError(
+            f"{what}, and sync_batchnorm=True needs equally many on all ranks, since a rank without data has no samples"
+            " for SyncBatchNorm. Write the loop yourself over join.iterate, which runs all ranks equally often. [J881]"
+        )
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _automatic_step(self, batch: Any, index: int, is_last: bool) -> Any:
+        k = self._accumulated
+        (optimizer,) = self.optimizers
+        if index % k == 0:
+            optimizer.zero_grad()
+            self._window_samples = 0
+        self._window_samples += self.samples
+        outputs: Any = self.module.training_step(batch, index)
+        loss = cast("dict[str, Any]", outputs).get("loss") if isinstance(outputs, dict) else outputs
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise TypeError(
+                f"training_step of {type(self.module).__name__} returned {outputs!r}. Return the mean loss over the"
+                " samples as a tensor that depends on the parameters, or a dict with it under 'loss'. [J240]"
+            )
+        sync = is_last or (index + 1) % k == 0
+        self.backward(loss, sync=sync)
+        if sync:
+            with replaced(self, "samples", self._window_samples):  # values logged there are of the whole step
+                self._prepare_gradients()
+            optimizer.step()
+            self.trainer.global_step += 1
+            self._schedule("step")
+        return cast("Any", outputs)
+
+    def _schedule(self, interval: str) -> None:
+        """Step the schedulers with this interval."""
+        for stepped in self.schedulers:
+            if stepped.interval == interval:
+                is_plateau = isinstance(stepped.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                stepped.scheduler.step(*([monitored(self.trainer.metrics, stepped.monitor)] if is_plateau else []))
+
+    def _prepare_gradients(self) -> None:
+        """Call the user's hook; under manual optimization, torch does, as a step begins."""
+        if self.module.automatic_optimization:
+            self.module.on_before_optimizer_step(self.optimizers[0])
+
+    # Under manual optimization, torch calls these before and after each step of an optimizer.
+
+    def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.module.on_before_optimizer_step(optimizer)
+
+    def _count_step(self, *_: Any) -> None:
+        self.trainer.global_step += 1
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the CPU, in a storage of its own size: a view would keep and send the whole storage."""
+    tensor = tensor.cpu()
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        return tensor.clone()
+    return tensor
+
+
+def is_movable(part: Any) -> bool:
+    """Return whether a part of a batch is an object that ``to(device)`` moves, and not a tensor or a mapping."""
+    return callable(getattr(part, "to", None)) and not isinstance(part, (torch.Tensor, Mapping))
+
+
+# -- results of configure_optimizers ----------------------------------------------------------------------------------
+
+
+class Scheduler(NamedTuple):
+    """A scheduler and the times when it steps.
+
+    Attributes:
+        interval: ``"epoch"`` or ``"step"``.
+        monitor: The metric that a ``ReduceLROnPlateau`` steps on.
+    """
+
+    scheduler: Any
+    interval: str
+    monitor: str | None
+
+
+def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return the parameters that optimizers hold."""
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:
+    """Return the optimizers and schedulers in the result of ``configure_optimizers``."""
+    parts = list(cast("Sequence[Any]", configured)) if isinstance(configured, (list, tuple)) else [configured]
+    optimizers, schedulers = list[torch.optim.Optimizer](), list[Scheduler]()
+    for part in parts:
+        options = cast("dict[str, Any]", part if isinstance(part, dict) else {"optimizer": part})
+        scheduler = options.get("lr_scheduler")
+        own = cast("dict[str, Any]", scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler})
+        if (
+            not isinstance(options.get("optimizer"), torch.optim.Optimizer)
+            or not options.keys() <= {"optimizer", "lr_scheduler"}
+            or not own.keys() <= {"scheduler", "interval", "monitor"}
+            or own.get("interval", "epoch") not in ("epoch", "step")
+        ):
+            raise TypeError(
+                f"configure_optimizers returned {configured!r}, which has no known form. Return an optimizer,"
+                ' {"optimizer": ..., "lr_scheduler": ...} or a list of these. A scheduler may be {"scheduler": ...,'
+                ' "interval": "epoch" or "step", "monitor": ...}. [J247]'
+            )
+        optimizers.append(options["optimizer"])
+        if scheduler is not None:
+            schedulers.append(Scheduler(own["scheduler"], own.get("interval", "epoch"), own.get("monitor")))
+    return optimizers, schedulers

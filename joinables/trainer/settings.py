@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 
-_Accessors: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], object]]"
+_NAMES = "default_device default_dtype deterministic_debug_mode float32_matmul_precision"
+"""Settings for which torch has functions ``get_...`` and ``set_...``."""
 
 _FLAGS = """
-utils.deterministic.fill_uninitialized_memory
-backends.cudnn.enabled backends.cudnn.benchmark backends.cudnn.benchmark_limit backends.cudnn.deterministic
+backends.cudnn.benchmark backends.cudnn.deterministic backends.mkldnn.deterministic
 backends.cudnn.allow_tf32 backends.cuda.matmul.allow_tf32 backends.cuda.matmul.allow_fp16_accumulation
 backends.cuda.matmul.allow_fp16_reduced_precision_reduction backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-backends.mkldnn.enabled backends.mkldnn.deterministic backends.opt_einsum.enabled
 backends.fp32_precision backends.cuda.matmul.fp32_precision backends.cudnn.fp32_precision
 backends.cudnn.conv.fp32_precision backends.cudnn.rnn.fp32_precision backends.mkldnn.fp32_precision
 backends.mkldnn.matmul.fp32_precision backends.mkldnn.conv.fp32_precision backends.mkldnn.rnn.fp32_precision
@@ -32,25 +31,13 @@ backends.mkldnn.matmul.fp32_precision backends.mkldnn.conv.fp32_precision backen
 """Attributes of torch. Versions of torch may lack some of them."""
 
 
-def _settings() -> dict[str, _Accessors]:
-    """Return the functions that read and change each setting of torch."""
-    torch_: Any = torch
-    found: dict[str, _Accessors] = {
-        "default device": (lambda: torch_.get_default_device().type, torch_.set_default_device),
-        "anomaly": (
-            lambda: (torch_.is_anomaly_enabled(), torch_.is_anomaly_check_nan_enabled()),
-            lambda modes: torch_.autograd.set_detect_anomaly(*modes),
-        ),
-    }
-    for name in ("default_dtype", "deterministic_debug_mode", "float32_matmul_precision"):
-        found[name] = getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}")
-    for name in ("flash", "mem_efficient", "math", "cudnn"):
-        cuda: Any = torch.backends.cuda
-        found[f"{name}_sdp"] = getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp")
+def _settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+    """Yield the name of each setting of torch that changes results, and the functions that read and change it."""
+    for name in _NAMES.split():
+        yield name, getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}")
     for path in _FLAGS.split():
         holder, _, name = path.rpartition(".")
-        found[path] = partial(attrgetter(path), torch), partial(_set, holder, name)
-    return found
+        yield path, partial(attrgetter(path), torch), partial(_set, holder, name)
 
 
 def _set(holder: str, name: str, value: Any) -> None:
@@ -60,7 +47,7 @@ def _set(holder: str, name: str, value: Any) -> None:
 def capture() -> dict[str, Any]:
     """Return the settings of this process as plain data."""
     values: dict[str, Any] = {}
-    for name, (get, _) in _settings().items():
+    for name, get, _ in _settings():
         with suppress(AttributeError, RuntimeError):  # torch refuses to name the precision if several are set
             values[name] = get()
     return {
@@ -74,7 +61,7 @@ def capture() -> dict[str, Any]:
 
 def restore(settings: Mapping[str, Any]) -> None:
     """Give this process captured settings. A filter of warnings whose class is not imported here is dropped."""
-    for name, (get, change) in _settings().items():
+    for name, get, change in _settings():
         with suppress(AttributeError, RuntimeError):
             if name in settings["torch"] and get() != settings["torch"][name]:
                 change(settings["torch"][name])

@@ -167,14 +167,13 @@ class Strategy:
         return [sharded(optimizer) for optimizer in optimizers] if self.shards_optimizers else list(optimizers)
 
     def block(
-        self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
+        self, listed: Sequence[Any], *, enable: bool, transform_gradients: Callable[[], object]
     ) -> AbstractContextManager[object]:
         """Return the context of one epoch, which ranks may leave at different times.
 
         Args:
             listed: The objects to synchronise besides the module: optimizers, schedulers, all that ``Join`` accepts.
             enable: Whether ranks may have different numbers of batches, or batches with different weights.
-            throw: Whether all ranks raise when the first is out of data.
             transform_gradients: The changes that the loop makes to gradients between backward and step.
         """
         self.report = JoinReport()
@@ -398,7 +397,7 @@ class DDPStrategy(Strategy):
     @override
     @contextlib.contextmanager
     def block(
-        self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
+        self, listed: Sequence[Any], *, enable: bool, transform_gradients: Callable[[], object]
     ) -> Generator[None]:
         if self.shards_optimizers:
             from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
@@ -417,7 +416,6 @@ class DDPStrategy(Strategy):
         join = Join(
             [self.ddp, *listed, self],
             enable=enable,
-            throw_on_early_termination=throw,
             timeout=self.timeout,
             divide_by_initial_world_size=False,
         )

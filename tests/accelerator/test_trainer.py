@@ -79,7 +79,7 @@ def fit(rank: int, target: Target, shards: bool) -> tuple[torch.Tensor, dict[str
     device = torch.get_device_module(target.device)
     with waits(target) as found, mock.patch.object(device, "empty_cache", create=True) as empties:
         fitting.fit(module, loader(), loader())
-    assert module.device.type == "cpu" and empties.call_count == (target.device != "cpu")
+    assert module.net[0].weight.device.type == "cpu" and empties.call_count == (target.device != "cpu")
     assert not target.is_simulated or frees_memory(device)
     parameters = nn.utils.parameters_to_vector(module.parameters()).detach()
     return parameters, fitting.metrics, Counter(wait.function for wait in found if wait.is_ours)
@@ -111,8 +111,9 @@ class Registers(DDPStrategy):
 def launch(rank: int) -> None:
     """A script that trains on what accelerator there is, on two devices of it."""
     module = Regression("sim")
-    result = Trainer(devices=2, max_epochs=1, strategy=Registers(), logger=False).fit(module, loader())
-    assert result.global_step == 5 and module.net[0].weight.device.type == "cpu"
+    run = Trainer(devices=2, max_epochs=1, strategy=Registers(), logger=False)
+    run.fit(module, loader())
+    assert run.global_step == 5 and module.net[0].weight.device.type == "cpu"
     dist.destroy_process_group()
     with pytest.raises(LaunchError, match="This process has used its GPU"):
         Trainer(accelerator="gpu", devices=2, strategy="ddp_fork", logger=False).fit(module, loader())

@@ -217,7 +217,7 @@ class Regression(TrainModule):
         self.layer, self.fails = Net(), fails
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.fails and self.global_step == 110:
+        if self.fails and self.trainer.global_step == 110:
             raise OSError("disk full")
         return self.layer.loss(batch)
 
@@ -342,21 +342,6 @@ def test_the_trainer(ending: Ending, tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 
-def test_objects_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, pickles = (block for block in blocks("trainer.md") if "class Cluster" in block or "class Pickles" in block)
-    for name, value in {"MY_RANK": "1", "MY_SIZE": "2", "MY_LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    names: dict[str, Any] = {}
-    exec(cluster, names)
-    assert (names["trainer"].world_size, names["trainer"].global_rank) == (2, 1)
-    exec(pickles, names)
-    io, path = names["trainer"].checkpoint_io, str(tmp_path / "new" / "x")
-    io.save_checkpoint({"module": {"x": torch.ones(2)}}, path)
-    assert io.load_checkpoint(path)["module"]["x"].tolist() == [1, 1]
-    io.remove_checkpoint(path)
-    assert not Path(path).exists()
-
-
 def test_methods_of_a_module(tmp_path: Path) -> None:
     """A value is logged by the counts of the module, and results of a hook are taken."""
     methods: dict[str, Any] = {}
@@ -375,7 +360,7 @@ def test_methods_of_a_module(tmp_path: Path) -> None:
     module = Module()
     trainer = Trainer(devices=1, max_epochs=1, logger=False, default_root_dir=tmp_path)
     trainer.fit(module, [Labelled(torch.tensor([1.0, 2.0])), Labelled(torch.tensor([6.0]))])
-    assert trainer.callback_metrics["labels"] == 3
+    assert trainer.metrics["labels"] == 3
     assert (module.embeddings.tolist(), module.seconds) == ([6], 2.5)
 
 

@@ -68,7 +68,7 @@ def main(folder: Path, processes: int) -> None:
         max_epochs=EPOCHS,
         callbacks=ModelCheckpoint(save_last=True, save_top_k=0, every_n_train_steps=5),
         default_root_dir=folder,
-        logger=CSVLogger(),
+        logger=CSVLogger(folder),
     )
     loader = DataLoader(Lines(), GLOBAL_BATCH // processes, shuffle=True)  # the same steps on any number of processes
     if last.exists():

@@ -28,11 +28,13 @@ def loader(samples: int = 50, batch_size: int = 6, **options: Any) -> DataLoader
 class Classifier(TrainModule):
     """A small classifier, with everything that a fit can carry along."""
 
-    def __init__(self, dropout: float = 0.0, optimizer: str = "adam", scheduler: str = "epoch") -> None:
+    def __init__(
+        self, dropout: float = 0.0, optimizer: str = "adam", scheduler: str = "epoch", clip: float | None = None
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES))
-        self.kind, self.interval = optimizer, scheduler
+        self.kind, self.interval, self.clip = optimizer, scheduler, clip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
@@ -41,7 +43,7 @@ class Classifier(TrainModule):
         x, y = batch
         scores = self(x)
         loss = nn.functional.cross_entropy(scores, y)
-        self.log(f"{stage}_loss", loss, prog_bar=True)
+        self.log(f"{stage}_loss", loss)
         self.log(f"{stage}_accuracy", (scores.argmax(1) == y).double().mean())
         return loss
 
@@ -53,6 +55,9 @@ class Classifier(TrainModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.shared_step(batch, "test")
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.clip_gradients(optimizer, self.clip)
 
     def configure_optimizers(self) -> Any:
         kinds: dict[str, Any] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -112,8 +112,8 @@ class OverOwn(Strategy):
 
     @override
     @contextlib.contextmanager
-    def block(self, listed: Sequence[Any], *, enable: bool, throw: bool, **_: Any) -> Generator[None]:
-        with Join([self.gradients, *listed, self], enable, throw) as join:
+    def block(self, listed: Sequence[Any], *, enable: bool, **_: Any) -> Generator[None]:
+        with Join([self.gradients, *listed, self], enable) as join:
             yield
         self.report = join.report
 
@@ -197,7 +197,7 @@ class Exchanges(Classifier):
         self.where, self.found = where, list[Any]()
 
     def exchange(self) -> None:
-        rank = self.global_rank
+        rank = self.trainer.global_rank
         own = torch.tensor([[1.0, rank]], requires_grad=True)
         gathered = self.all_gather(own)
         assert not gathered.requires_grad and gathered[rank].equal(own)
@@ -242,22 +242,9 @@ def test_collectives_of_the_module_where_other_ranks_do_not_call(tmp_path: Path,
     assert exchanges(0, where, 6) is not None
 
 
-class Stream:
-    """Of unknown length; the third rank has one batch, and the others two."""
-
-    def __iter__(self) -> Iterator[Any]:
-        rank = dist.get_rank()
-        return iter(list(loader(20, 4))[rank::3])
-
-
-STOP = {"uneven": "stop"}
-EVEN = {"even": (12, {}), "weighted": (11, {}), "stop": (13, STOP), "stop, of unknown length": (Stream(), STOP)}
-
-
-@pytest.mark.parametrize("name", EVEN)
-def test_collectives_of_the_module_in_steps_that_all_ranks_make(pool: Pool, name: str) -> None:
-    data, options = EVEN[name]
-    for found in pool.run(exchanges, "training_step", data, options, ranks=3):
+@pytest.mark.parametrize("samples", [12, 11], ids=["even", "weighted"])
+def test_collectives_of_the_module_in_steps_that_all_ranks_make(pool: Pool, samples: int) -> None:
+    for found in pool.run(exchanges, "training_step", samples, ranks=3):
         assert [shape for shape, *_ in found] == [(3, 1, 2)]
 
 
@@ -265,7 +252,7 @@ class Differs(Classifier):
     def on_train_start(self) -> None:
         calls: list[Any] = [lambda: self.all_gather(torch.ones(2)), lambda: self.all_gather(torch.ones(3))]
         calls.append(lambda: self.reduce(torch.ones(2), "max"))
-        calls[self.global_rank]()
+        calls[self.trainer.global_rank]()
 
 
 def differs(rank: int) -> str:
@@ -292,7 +279,7 @@ class Wraps(Classifier):
     found: Any = None
 
     def on_train_start(self) -> None:
-        strategy, rank = self.trainer.strategy, self.global_rank
+        strategy, rank = self.trainer.strategy, self.trainer.global_rank
         strategy.barrier()
         pair: Any = dist.new_group([0, 1])
         every = [strategy.broadcast({"rank": rank}, 1), strategy.all_gather(rank).tolist(), strategy.reduce(1.0 * rank)]

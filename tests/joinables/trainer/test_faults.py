@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import override
 
 from joinables.trainer import Callback, CSVLogger, NotPicklable, Trainer, TrainModule
+from tests.ending import Ending
 from tests.harness import Pool
 from tests.joinables.trainer.modules import FEATURES, Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
@@ -35,20 +36,30 @@ class Stream(IterableDataset[Any]):
         return iter([samples[index] for index in range(rank, 26, ranks)])
 
 
-def reads(rank: int, kind: str) -> str:
-    stream = Stream(kind == "split")
-    data: Any = DataLoader(stream, 4) if kind != "list" else list(DataLoader(stream, 4))
-    try:
-        trainer().fit(Classifier(), data)
-    except ValueError as error:
-        return str(error)
-    return ""
+class Shuffled(Stream):
+    def __iter__(self) -> Any:
+        return iter(sorted(super().__iter__(), key=lambda sample: sample[0][dist.get_rank()].item())[:10])
 
 
-@pytest.mark.parametrize("kind", ["whole", "list", "split"])
+def reads(rank: int, kind: str) -> tuple[str, list[str]]:
+    stream = Shuffled(False) if kind == "shuffled" else Stream(kind == "split")
+    data: Any = DataLoader(stream, 8) if kind != "list" else list(DataLoader(stream, 8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer().fit(Classifier(), data)
+        except ValueError as error:
+            return str(error), []
+    return "", [str(each.message) for each in caught if "same samples" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", ["whole", "list", "split", "shuffled"])
 def test_a_stream_that_every_rank_reads(pool: Pool, kind: str) -> None:
-    for text in pool.run(reads, kind):
-        assert ("ranks [0, 1, 2] begins with the same batch" in text and "[J882]" in text) == (kind != "split")
+    """In the same order, or in different ones."""
+    for rank, (text, warned) in enumerate(pool.run(reads, kind)):
+        told = "ranks [0, 1, 2] begins with the same batch" in text and "[J882]" in text
+        assert told == (kind in ("whole", "list"))
+        assert len(warned) == (kind == "shuffled" and rank == 0)
 
 
 # -- hooks of batches
@@ -123,23 +134,26 @@ def test_state_of_hooks_that_ranks_without_data_do_not_call(pool: Pool, kind: st
 
 
 class Counted(Dataset[Any]):
+    """Counts the samples that were read, in workers too."""
+
     def __init__(self) -> None:
-        self.samples, self.read = dataset(60), list[int]()
+        self.samples, self.read = dataset(60), torch.zeros(60).share_memory_()
 
     def __len__(self) -> int:
         return 60
 
     @override
     def __getitem__(self, index: int) -> Any:
-        self.read.append(index)
+        self.read[index] += 1
         return self.samples[index]
 
 
-def resumes(rank: int, folder: Path) -> Any:
+def resumes(rank: int, folder: Path, workers: int) -> Any:
     for steps in (4, 100):
         data, module = Counted(), Classifier(dropout=0.5)
         run = trainer(max_epochs=1, max_steps=steps, seed=3)
-        run.fit(module, DataLoader(data, 4, shuffle=True), ckpt_path=folder / "cut.ckpt" if steps == 100 else None)
+        batches = DataLoader(data, 4, shuffle=True, num_workers=workers)
+        run.fit(module, batches, ckpt_path=folder / "cut.ckpt" if steps == 100 else None)
         if steps == 4:
             run.save_checkpoint(folder / "cut.ckpt")
             if dist.is_initialized():
@@ -147,13 +161,15 @@ def resumes(rank: int, folder: Path) -> Any:
     whole = Classifier(dropout=0.5)
     trainer(max_epochs=1, seed=3).fit(whole, loader(60, 4, shuffle=True))
     same = all(torch.equal(one, other) for one, other in zip(module.parameters(), whole.parameters(), strict=True))
-    return len(data.read), same
+    return int(data.read.sum()), same
 
 
-def test_resuming_skips_indices_and_reads_no_sample_again(pool: Pool, tmp_path: Path) -> None:
-    assert resumes(0, tmp_path) == (60 - 16, True)
-    assert sum(read for read, _ in pool.run(resumes, tmp_path)) == 60 - 3 * 16
-    assert all(same for _, same in pool.run(resumes, tmp_path))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_skips_indices_and_reads_no_sample_again(ending: Ending, tmp_path: Path, workers: int) -> None:
+    assert resumes(0, tmp_path, workers) == (60 - 16, True)
+    found = ending.run(resumes, tmp_path, workers, ranks=3)
+    assert sum(read for read, _ in found) == 60 - 3 * 16
+    assert all(same for _, same in found)
 
 
 # -- names that manual optimization needs
@@ -206,7 +222,7 @@ def test_what_manual_optimization_calls(pool: Pool) -> None:
 
 def test_estimates_and_loggers(tmp_path: Path) -> None:
     log, found = CSVLogger(tmp_path), list[Any]()
-    run = trainer(max_epochs=-1, max_steps=5, logger=[log])
+    run = trainer(max_steps=5, logger=[log])
     module = Classifier()
     module.on_train_start = lambda: found.append((run.estimated_stepping_batches, module.logger))  # type: ignore[method-assign]
     run.fit(module, loader(18, 6))

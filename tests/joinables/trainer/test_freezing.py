@@ -70,12 +70,12 @@ class Adversaries(TrainModule):
 
 def plays(rank: int, freezes_in: str, samples: int, ranks: int, shard: bool, folder: Path) -> Any:
     data = loader(samples, SIZE // ranks), loader(29, SIZE // ranks)
-    module, keeper = Adversaries(freezes_in), ModelCheckpoint(folder, "epoch", save_top_k=-1)
+    module, keeper = Adversaries(freezes_in), ModelCheckpoint(folder, save_top_k=-1)
     run = trainer(strategy={"shard_optimizers": shard}, callbacks=keeper)
     for run.max_epochs in (2, 3):
         run.fit(module, *data)
-    resumed = Adversaries(freezes_in)
-    trainer(strategy={"shard_optimizers": shard}, max_epochs=3).fit(resumed, *data, ckpt_path=folder / "epoch-v1.ckpt")
+    resumed, (second,) = Adversaries(freezes_in), folder.glob("epoch=1-*.ckpt")
+    trainer(strategy={"shard_optimizers": shard}, max_epochs=3).fit(resumed, *data, ckpt_path=second)
     assert_same(flat_state(resumed.state_dict()), flat_state(module.state_dict()))
     return flat_state(module.state_dict())
 

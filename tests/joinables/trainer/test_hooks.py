@@ -39,7 +39,7 @@ class Brings(Callback):
 
     notes: list[Any]
 
-    def on_start(self, trainer: Any, module: Any, stage: str) -> None:
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
         self.notes = module.notes
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Brings(Callback):
 
 def test_hooks_are_called_in_order() -> None:
     def evaluation(name: str, batches: int) -> list[str]:
-        return [f"on_{name}_epoch_start", *[f"{name}_step"] * batches, f"on_{name}_epoch_end"]
+        return [*[f"{name}_step"] * batches, f"on_{name}_epoch_end"]
 
     step = ["on_before_optimizer_step"]
     batches = ["on_train_batch_start", "training_step", "on_train_batch_end"]
@@ -200,9 +200,7 @@ class Elsewhere(Classifier):
 
 
 class Validates(Classifier):
-    def train_dataloader(self) -> Any: ...
     def val_dataloader(self) -> Any: ...
-    def predict_dataloader(self) -> Any: ...
 
 
 class Zeros(Classifier):
@@ -218,27 +216,17 @@ class ByHand(Classifier):
 
 
 @pytest.mark.parametrize(
-    ("module", "loaders", "text"),
+    ("module", "text"),
     [
-        (Elsewhere(), (), r"Elsewhere has hooks .* call: on_fit_start\..* such as on_train_start, and"),
-        (Zeros(), (), "call: configure_gradient_clipping, optimizer_zero_grad, training_epoch_end"),
-        (Validates(), (), r"val_loader is None.* Pass val_loader=module\.val_dataloader\(\) to fit\. \[J871\]"),
+        (Elsewhere(), r"Elsewhere has hooks .* call: on_fit_start\..* such as on_train_start, and"),
+        (Zeros(), "call: configure_gradient_clipping, optimizer_zero_grad, training_epoch_end"),
+        (Validates(), "call: val_dataloader"),
     ],
 )
-def test_what_would_never_be_called(module: TrainModule, loaders: Any, text: str) -> None:
+def test_what_would_never_be_called(module: TrainModule, text: str) -> None:
     """Told before any process starts."""
     with pytest.raises(TypeError, match=text):
-        Trainer(devices=2).fit(module, loader(), *loaders)
-
-
-def test_loaders_of_a_module() -> None:
-    run, module = Trainer(), Validates()
-    with pytest.raises(TypeError, match=r"train_loader is None, and the trainer does not call train_dataloader"):
-        run.fit(module, None, loader())
-    with pytest.raises(TypeError, match=r"Pass loader=module\.predict_dataloader\(\) to predict"):
-        run.predict(module)
-    run.fit(module, loader(4), loader(4))
-    run.predict(module, loader(4))
+        Trainer(devices=2).fit(module, loader())
 
 
 def test_a_submodule_with_the_name_of_a_hook() -> None:
@@ -246,9 +234,9 @@ def test_a_submodule_with_the_name_of_a_hook() -> None:
 
 
 class Lightnings(Callback):
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None: ...
+    def on_fit_start(self, trainer: Any, module: Any) -> None: ...
 
 
 def test_callbacks_with_other_hooks() -> None:
-    with pytest.raises(TypeError, match=r"Lightnings has hooks .*: on_validation_epoch_end\. Move"):
+    with pytest.raises(TypeError, match=r"Lightnings has hooks .*: on_fit_start\. Move"):
         Trainer(callbacks=Lightnings())

@@ -65,17 +65,17 @@ class Shares(Sampler[int]):
         return len(list(iter(self)))
 
 
-def shrinks(rank: int, ranks: int, uneven: Any) -> Any:
+def shrinks(rank: int, ranks: int) -> Any:
     module, sampler = Classifier(), Shares(rank, ranks)
     change = AtEpoch(1, lambda trainer, module: setattr(sampler, "fewer", True))
-    run = trainer(max_epochs=2, callbacks=change, uneven=uneven)
+    run = trainer(max_epochs=2, callbacks=change)
     run.fit(module, DataLoader(dataset(), 12 // ranks, sampler=sampler))
     return flat_state(module.state_dict(), [run.global_step])
 
 
 def test_a_sampler_that_becomes_uneven(pool: Pool) -> None:
-    for state in pool.run(shrinks, 2, "join", ranks=2):
-        assert_same(state, shrinks(0, 1, "join"), TOLERANCE)
+    for state in pool.run(shrinks, 2, ranks=2):
+        assert_same(state, shrinks(0, 1), TOLERANCE)
 
 
 def test_a_data_set_that_grows() -> None:
@@ -133,7 +133,7 @@ def test_a_fit_that_fails_counts_nothing() -> None:
 class Decays(Classifier):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
 
 
 def decays(*epochs: int) -> dict[str, torch.Tensor]:
@@ -176,7 +176,7 @@ def test_a_shuffled_fit_without_a_seed_goes_on_in_its_order(tmp_path: Any) -> No
     def fit(state: int, steps: int, path: Any = None) -> tuple[list[Any], Any]:
         module = Sees()
         torch.manual_seed(state)
-        keeper = ModelCheckpoint(tmp_path, "file")
+        keeper = ModelCheckpoint(tmp_path)
         Trainer(max_steps=steps, callbacks=keeper).fit(module, loader(40, 4, shuffle=True), ckpt_path=path)
         return module.seen, keeper.best_model_path
 

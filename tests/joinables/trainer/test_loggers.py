@@ -24,57 +24,46 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-class Chooses(Classifier):
-    """Sends each metric somewhere else."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.log("all", 1.0, on_step=True, on_epoch=True)
-        self.log("steps", 1.0, on_epoch=False)
-        self.log("epochs", 1.0, on_step=False)
-        self.log("none", 1.0, logger=False)
-        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+class Ends(Classifier):
+    """Logs a value in the last hook."""
 
     def on_train_end(self) -> None:
         self.log("end", 2.0)
 
 
-def test_a_value_goes_where_log_sends_it(tmp_path: Path) -> None:
-    module = Chooses()
+def test_a_row_for_each_epoch_and_evaluation(tmp_path: Path) -> None:
+    module = Ends()
     module.hparams = {"width": 8}  # pyright: ignore
-    run = Trainer(devices=2, max_epochs=2, default_root_dir=tmp_path, logger=CSVLogger(), log_every_n_steps=2)
-    run.fit(module, loader(36, 6))
-    step, epoch = {"all_step": 1.0, "steps": 1.0}, {"all": 1.0, "epochs": 1.0}
-    expected = [(0, 2, step), (1, 3, epoch), (1, 4, step), (1, 6, step), (2, 6, epoch), (2, 6, {"end": 2.0})]
-    assert rows(tmp_path) == [{"epoch": epochs, "step": steps, **values} for epochs, steps, values in expected]
-    assert "none" in run.metrics and "steps" not in run.metrics
-    (path,) = tmp_path.rglob("hparams.json")
-    assert json.loads(path.read_text()) == module.hparams
+    run = Trainer(devices=2, max_epochs=2, logger=CSVLogger(tmp_path))
+    run.fit(module, loader(36, 6), loader(12))
+    first, second, end = rows(tmp_path)
+    assert (first["epoch"], first["step"], end) == (1.0, 3.0, {"epoch": 2.0, "step": 6.0, "end": 2.0})
+    assert second == {"epoch": 2.0, "step": 6.0, **{name: run.metrics[name] for name in second.keys() & run.metrics}}
+    assert len(second) == 6
+    assert json.loads((tmp_path / "hparams.json").read_text()) == module.hparams
     run.test(module, loader(12))
-    assert rows(tmp_path)[-1] == {"epoch": 2.0, "step": 6.0, **{f"test_{n}": run.metrics[f"test_{n}"] for n in NAMES}}
-    Trainer(default_root_dir=tmp_path, logger=CSVLogger()).fit(module, loader(12))
-    assert [path.name for path in sorted((tmp_path / "logs" / "csv").iterdir())] == ["version_0", "version_1"]
+    assert rows(tmp_path)[3:] == [{"epoch": 2.0, "step": 6.0, **{f"test_{n}": run.metrics[f"test_{n}"] for n in NAMES}}]
+    Trainer(logger=CSVLogger(tmp_path)).test(module, loader(12))
+    assert len(rows(tmp_path)) == 5
+    Trainer(logger=CSVLogger(tmp_path)).fit(module, loader(12))
+    assert [row["step"] for row in rows(tmp_path)] == [0.0, 2.0, 2.0]  # it begins after step 0
 
 
 NAMES = "loss", "accuracy"
 
 
-def test_no_values_of_single_steps(tmp_path: Path) -> None:
-    Trainer(default_root_dir=tmp_path, logger=CSVLogger(), log_every_n_steps=0).fit(Chooses(), loader(12))
-    assert rows(tmp_path)[0].keys() == {"epoch", "step", "all", "epochs"}
-
-
 @pytest.mark.parametrize(("devices", "strategy"), [(1, "single"), (2, "ddp_fork")])
-def test_a_log_is_in_the_current_directory(
+def test_a_rank_without_data_logs_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], devices: int, strategy: str
 ) -> None:
-    run = Trainer(devices=devices, strategy=strategy, logger=CSVLogger())
+    run = Trainer(devices=devices, strategy=strategy, logger=CSVLogger(tmp_path))
     run.fit(Classifier(), loader(6))  # rank 1 has no data
     assert rows(tmp_path) == [{"epoch": 1.0, "step": 1.0, **run.metrics}]
-    assert capfd.readouterr() == ("", f"Logged to {tmp_path / 'logs' / 'csv' / 'version_0'}\n")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_metrics_with_the_names_of_the_columns(tmp_path: Path) -> None:
-    run = Trainer(max_epochs=2, logger=CSVLogger())
+    run = Trainer(max_epochs=2, logger=CSVLogger(tmp_path))
     run.fit(Reserved(), loader(6))
     logged = {"epoch_logged": 0.5, "step_logged": 0.5}
     assert rows(tmp_path) == [{"epoch": count, "step": count, **logged} for count in (1.0, 2.0)]
@@ -83,7 +72,8 @@ def test_metrics_with_the_names_of_the_columns(tmp_path: Path) -> None:
 
 class Reserved(Classifier):
     def shared_step(self, batch: Any, stage: str) -> torch.Tensor:
-        self.log_dict({"epoch": 0.5, "step": 0.5})
+        self.log("epoch", 0.5)
+        self.log("step", 0.5)
         return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
@@ -91,25 +81,13 @@ class Silent(Classifier):
     def log(self, *args: Any, **options: Any) -> None: ...
 
 
-def test_without_values_nothing_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_values_nothing_is_written(tmp_path: Path) -> None:
     for logger in (None, False):
         Trainer(logger=logger).fit(Classifier(), loader(12))
-    Trainer(logger=CSVLogger()).predict(Classifier(), loader(12))
-    each: list[dict[str, Any]] = [{}, {"default_root_dir": tmp_path / "root"}, {"devices": 2}]
-    for options in each:
-        Trainer(logger=CSVLogger(), **options).fit(Silent(), loader(12), loader(12))
+    Trainer(logger=CSVLogger(tmp_path)).predict(Classifier(), loader(12))
+    for devices in (1, 2):
+        Trainer(logger=CSVLogger(tmp_path), devices=devices).fit(Silent(), loader(12), loader(12))
     assert list(tmp_path.iterdir()) == []
-    assert capfd.readouterr() == ("", "")
-
-
-def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "version_0").symlink_to("nowhere")
-    loggers = [CSVLogger(tmp_path) for _ in range(2)]
-    assert [each.open(tmp_path, 0, 0).name for each in loggers] == ["version_1", "version_2"]
-    loggers[0].tidy()
-    loggers[1].log_metrics({"loss": 1.0}, 1)
-    loggers[1].tidy()
-    assert [each.log_dir for each in loggers] == [None, tmp_path / "version_2"]
 
 
 class Loses(Classifier):
@@ -143,7 +121,7 @@ class Breaks:
 def broken(tmp_path: Path, where: str) -> Any:
     if where == "folder":
         (tmp_path / "logs").touch()  # as a directory in which this process may not write
-    return CSVLogger() if where in ("folder", "lost") else Breaks(where)
+    return CSVLogger("logs") if where in ("folder", "lost") else Breaks(where)
 
 
 @pytest.mark.parametrize("where", ["folder", "lost", "log_metrics", "log_hyperparams", "finalize"])
@@ -180,7 +158,7 @@ def fits(rank: int, folder: Path, counts: tuple[int, ...], ckpt_path: Path | Non
     first = sum(counts[:rank])
     batches = list(loader(6 * sum(counts), 6))[first : first + counts[rank]]
     keeper = ModelCheckpoint(folder / "files", save_top_k=-1, every_n_train_steps=1)
-    run = trainer(max_epochs=2, callbacks=keeper, default_root_dir=folder, logger=CSVLogger(), log_every_n_steps=1)
+    run = trainer(max_epochs=2, callbacks=keeper, logger=CSVLogger(folder))
     run.fit(Classifier(), batches, loader(12), ckpt_path=ckpt_path)
 
 
@@ -189,7 +167,7 @@ def fits(rank: int, folder: Path, counts: tuple[int, ...], ckpt_path: Path | Non
 def test_a_resumed_fit_writes_no_row_twice(pool: Pool, tmp_path: Path, counts: tuple[int, ...]) -> None:
     pool.run(fits, tmp_path, counts, None, ranks=2)
     expected = rows(tmp_path)
-    assert len(expected) == 2 * counts[0] + 2
+    assert len(expected) == 2
     for step in (1, 4, 6, 8):  # in an epoch, in its last step, in the next
         saved = shutil.copy(tmp_path / "files" / f"epoch={step // 5}-step={step}.ckpt", tmp_path / "saved.ckpt")
         pool.run(fits, tmp_path, counts, saved, ranks=2)
@@ -216,6 +194,6 @@ def test_loggers_of_the_user(tmp_path: Path) -> None:
     mine, other = Mine(tmp_path / "mine"), CSVLogger(tmp_path)
     Trainer(devices=2, logger=[mine, other]).fit(Classifier(), loader(24, 6))
     assert mine.path.read_text() == "2 ['epoch', 'train_accuracy', 'train_loss']\n0 ['success']\n"
-    assert other.log_dir == tmp_path / "version_0"
+    assert len(rows(tmp_path)) == 1
     with pytest.raises(TypeError, match=r"logger='tb' has no methods log_metrics.*\[J642\]"):
         Trainer(logger="tb")

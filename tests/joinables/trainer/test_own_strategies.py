@@ -103,8 +103,8 @@ class Home(Classifier):
     ranks: Any = None
 
     def add_to_queue(self, queue: Any) -> None:
-        queue.put(self.global_rank)
-        queue.put(self.trainer.local_rank)
+        queue.put(self.trainer.global_rank)
+        queue.put(self.trainer.run.place.local_rank)
 
     def get_from_queue(self, queue: Any) -> None:
         self.ranks = queue.get(), queue.get()

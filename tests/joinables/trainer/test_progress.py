@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from joinables.trainer import Trainer
-from joinables.trainer.progress import is_watched
+from joinables.trainer.loggers import is_watched
 from tests.harness import Pool
-from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
 
 
@@ -28,68 +29,59 @@ class PartLoader:
         return self.counts[torch.distributed.get_rank() if torch.distributed.is_initialized() else 0]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(list(loader(6 * len(self), 6)))
+        return iter(list(DataLoader(dataset(6 * len(self), len(self)), 6)))
 
 
-@pytest.mark.parametrize("on_terminal", [True, False])
-def test_a_bar_shows_steps_metrics_and_ranks(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, on_terminal: bool
-) -> None:
-    """A notebook shows the lines of two bars below each other, so it has one bar at a time."""
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
+def test_a_line_shows_steps_metrics_and_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     run = Trainer(devices=2, strategy="ddp_fork", max_epochs=2, enable_progress_bar=True)
     module = Classifier()
     run.fit(module, loader(18, 6), loader(12, 6))
     run.test(module, loader(12, 6))
-    shown = capfd.readouterr().err
-    assert ("\x1b[A" in shown) == on_terminal
-    pictures = [each.rstrip() for each in shown.replace("\n", "\r").split("\r")]
-    drawn = [each for each in pictures if each.startswith("Epoch 1:") and "ranks" in each]
-    first, last = (next(each for each in drawn if f"{done}%" in each) for done in (50, 100))
-    assert "train_loss=" in first and first.endswith("2 of 2 ranks]")
-    assert last.endswith("1 of 2 ranks]")
-    kept = next(each for each in reversed(pictures) if "Epoch 2: 100%" in each)
-    assert kept.endswith(f"train_loss={run.metrics['train_loss']:.4g}, val_loss={run.metrics['val_loss']:.4g}]")
-    assert any(each.startswith("validate: 100%") if on_terminal else each.endswith(", validate]") for each in pictures)
-    assert any(each.endswith(f"test_loss={run.metrics['test_loss']:.4g}]") for each in pictures)
+    lines = [line.split("\r") for line in capfd.readouterr().err.split("\n")[:-1]]
+    assert [line[-1].split(":")[0] for line in lines] == ["Epoch 1", "Epoch 2", "test"]
+    first, last = lines[0][0], lines[0][-2]
+    assert first.startswith("Epoch 1: 1 of 2 batches, loss=") and first.endswith(", 2 of 2 ranks")
+    assert last.startswith("Epoch 1: 2 of 2 batches, loss=") and last.rstrip().endswith(", 1 of 2 ranks")
+    kept = lines[1][-1]
+    for name in ("train_loss", "val_loss"):
+        assert f"{name}={run.metrics[name]:.4g}" in kept
+    assert f"test_loss={run.metrics['test_loss']:.4g}" in lines[2][-1]
 
 
-def test_the_bar_ends_with_the_longest_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
+def test_a_line_says_for_how_many_ranks_the_first_waits(capfd: pytest.CaptureFixture[str]) -> None:
     run = Trainer(devices=2, strategy="ddp_fork", enable_progress_bar=True)
     run.fit(Classifier(), PartLoader([1, 4]))
-    pictures = capfd.readouterr().err.split("\r")
-    assert any("25%" in each and "1/4" in each and each.endswith("waits for 1 of 2 ranks]") for each in pictures)
-    assert "4/4" in pictures[-1] and "train_loss" in pictures[-1]
+    line, _ = capfd.readouterr().err.split("\n")
+    assert line.startswith("Epoch 1: 1 of 4 batches, ") and "waits for 1 of 2 ranks\r" in line
 
 
-def test_a_terminal_without_columns(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((0, 0)))
-    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (0, 0))
-    Trainer(enable_progress_bar=True).fit(Classifier(), loader(12))
-    assert "train_loss=" in capfd.readouterr().err.split("\r")[-1]
+def test_a_line_is_no_longer_than_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for columns, width in ((20, 19), (0, 35)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        Trainer(enable_progress_bar=True).fit(Classifier(), loader(12))
+        first = capfd.readouterr().err.split("\r")[0]
+        assert first.startswith("Epoch 1: 1 of 2 bat") and len(first) == width
+    with pytest.raises(StopIteration):
+        Trainer(enable_progress_bar=True).fit(Raises(), loader(12))
+    assert capfd.readouterr().err.endswith("\n")
+
+
+class Raises(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) if batch_idx == 0 else next(iter(()))
 
 
 def steps(rank: int, counts: tuple[int, ...], **options: Any) -> None:
     run = trainer(enable_progress_bar=True, max_epochs=2, **options)
-    run.fit(Classifier(), list(loader(6 * counts[rank], 6)), loader(12))
+    run.fit(Classifier(), list(DataLoader(dataset(6 * counts[rank], rank), 6)), loader(12))
 
 
 @pytest.mark.parametrize("counts", [(0, 2), (2, 0), (1, 3)])
 def test_a_rank_without_data(pool: Pool, counts: tuple[int, ...]) -> None:
     pool.run(steps, counts, ranks=2)
     pool.run(steps, counts, ranks=2)
-
-
-def test_a_line_for_each_epoch_without_tqdm(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    run = Trainer(max_epochs=2, enable_progress_bar=True, logger=False)
-    run.fit(Classifier(), loader(12), loader(12))
-    lines = capfd.readouterr().err.splitlines()
-    assert [line[:20] for line in lines] == ["Epoch 1: train_loss=", "Epoch 2: train_loss="]
-    assert lines[1].endswith(f"val_loss={run.metrics['val_loss']:.4g}")
 
 
 def test_a_terminal_and_a_notebook_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:

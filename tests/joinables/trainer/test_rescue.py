@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typing_extensions import override
 
 from join.collectives.timeouts import TIMEOUTS
-from joinables.trainer import Callback, FileCheckpointIO, NotPicklable, Trainer, WorkerDied, launch
+from joinables.trainer import Callback, NotPicklable, Trainer, WorkerDied, launch
 from joinables.trainer import trainer as trainer_module
 from joinables.trainer.checkpoint import keep_trained
 from tests.ending import Ending
@@ -33,9 +32,7 @@ class Changes(Classifier):
     def __init__(self, change: str) -> None:
         super().__init__()
         self.change = change
-        self.register_buffer("mean", None)
         self.register_buffer("bank", torch.zeros(0, FEATURES))
-        self.register_parameter("scale", None)
         self.spare = nn.Linear(2, 2).requires_grad_(False)
 
     def on_train_start(self) -> None:
@@ -44,30 +41,11 @@ class Changes(Classifier):
     def gains_a_copy(self) -> None:
         self.ema = copy.deepcopy(self.body).requires_grad_(False)
 
-    def sets_a_buffer(self) -> None:
-        self.mean = torch.ones(FEATURES)
-
     def grows_a_buffer(self) -> None:
         self.bank = torch.ones(2, FEATURES)
 
-    def sets_a_parameter(self) -> None:
-        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def changes_a_shape(self) -> None:
-        self.spare = nn.Linear(3, 2, bias=False).requires_grad_(False)
-
     def loses_a_part(self) -> None:
         del self.spare
-
-
-CHANGES = {
-    "gains_a_copy": "ema.0.bias, ema.0.weight, ema.3.bias, ema.3.weight",
-    "sets_a_buffer": "",
-    "grows_a_buffer": "",
-    "sets_a_parameter": "",
-    "changes_a_shape": "spare.bias, spare.weight",
-    "loses_a_part": "spare.bias, spare.weight",
-}
 
 
 def trained(files: Path) -> dict[str, Any]:
@@ -75,31 +53,24 @@ def trained(files: Path) -> dict[str, Any]:
     return torch.load(file, weights_only=True)["module"]
 
 
-@pytest.mark.filterwarnings("ignore:A hook of the fit has changed:UserWarning")
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_module_that_a_hook_changes(tmp_path: Path, recwarn: Any, change: str) -> None:
+@pytest.mark.parametrize("change", ["gains_a_copy", "grows_a_buffer", "loses_a_part"])
+def test_a_module_that_a_hook_changes(tmp_path: Path, change: str) -> None:
+    """Weights that fit are loaded, and a file has all."""
     here, alone = Changes(change), Changes(change)
     trainer = Trainer(devices=2, max_epochs=2, default_root_dir=tmp_path)
-    trainer.fit(here, loader(6))  # one batch: rank 1 has none
+    with pytest.warns(UserWarning, match=r"This Changes could not load all .* trained-epoch=2-step=2|trained-epoch=2"):
+        trainer.fit(here, loader(6))  # one batch: rank 1 has none
     Trainer(devices=1, max_epochs=2).fit(alone, loader(6))
-    expected, rest = alone.state_dict(), CHANGES[change]
-    loaded = {name: value for name, value in here.state_dict().items() if name not in rest.split(", ")}
-    assert loaded.keys() | (set(rest.split(", ")) & expected.keys()) == expected.keys()
-    for name, value in loaded.items():
-        torch.testing.assert_close(value, expected[name])
+    expected = dict(alone.state_dict())
+    torch.testing.assert_close(trained(tmp_path), expected)
+    torch.testing.assert_close(here.body.state_dict(), alone.body.state_dict())
     assert trainer.global_step == 2
-    told = [str(warning.message) for warning in recwarn]
-    assert [re.match(rf"A hook of the fit has changed .*: {rest} exist either", text) is not None for text in told] == (
-        [True] if rest else []
-    )
-    if rest:
-        assert trained(tmp_path).keys() == expected.keys()
 
 
 def test_a_second_failure_leaves_the_file_of_the_first(tmp_path: Path) -> None:
     for number in range(3):
         state = {"epochs": 1, "global_step": 2, "module": {"number": torch.tensor(number)}}
-        keep_trained(tmp_path, FileCheckpointIO(), state)
+        keep_trained(tmp_path, state)
     names = [f"trained-epoch=1-step=2{end}.ckpt" for end in ("", "-v1", "-v2")]
     assert [torch.load(tmp_path / name)["module"]["number"].item() for name in names] == [0, 1, 2]
 
@@ -114,10 +85,10 @@ class Fails(Callback):
         self.is_trained = True
         if self.where == "hook":
             raise KeyError(self.where)
-        if self.where == "exit" and trainer.is_global_zero:
+        if self.where == "exit" and trainer.global_rank == 0:
             sys.exit("text")
 
-    def on_end(self, trainer: Any, module: Any, stage: str) -> None:
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         if self.where == f"end of rank {trainer.global_rank}":
             raise KeyError(self.where)
         if self.where == f"death of rank {trainer.global_rank}":
@@ -156,46 +127,27 @@ def test_a_failure_after_training(tmp_path: Path, where: str) -> None:
         assert re.search(told, str(vars(caught.value)["__notes__"]))
 
 
-class Own(FileCheckpointIO):
-    """Knows which files it has saved in this process."""
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str) -> None:
-        super().save_checkpoint(checkpoint, path)
-        self.paths.append(path)
-
-
-@pytest.mark.parametrize("where", ["hook", "end of rank 1", "Ctrl-C"])
-def test_the_process_of_the_user_saves_with_the_object_of_the_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_ctrl_c_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    io, alone = Own(), Classifier()
-    Trainer(devices=1).fit(alone, loader(6))
-    run = Trainer(devices=2, strategy="ddp_fork", callbacks=Fails(where), checkpoint_io=io)
-    with pytest.raises((KeyError, WorkerDied, KeyboardInterrupt)):
-        run.fit(Classifier(), loader(6))  # rank 1 has no data
-    torch.testing.assert_close(io.load_checkpoint(io.paths[0])["module"], dict(alone.state_dict()))
-    assert io.paths == [str(tmp_path / "trained-epoch=1-step=1.ckpt")]
-
-
-def fails(rank: int, folder: Path) -> Any:
-    io = Own()
-    run = trainer(callbacks=Fails("hook"), checkpoint_io=io, default_root_dir=folder)
-    with pytest.raises(KeyError):
-        run.fit(Classifier(), list(loader(6 * (rank == 0), 6)))
-    return io.paths
-
-
-def test_rank_0_saves_under_a_launcher(ending: Ending, tmp_path: Path) -> None:
     alone = Classifier()
     Trainer(devices=1).fit(alone, loader(6))
-    (path,), *others = ending.run(fails, tmp_path, ranks=3)
-    assert others == [[], []]
-    torch.testing.assert_close(torch.load(path)["module"], dict(alone.state_dict()))
+    run = Trainer(devices=2, strategy="ddp_fork", callbacks=Fails("Ctrl-C"))
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(Classifier(), loader(6))  # rank 1 has no data
+    torch.testing.assert_close(trained(tmp_path), dict(alone.state_dict()))
+
+
+def fails(rank: int, folder: Path) -> None:
+    run = trainer(callbacks=Fails("hook"), default_root_dir=folder)
+    with pytest.raises(KeyError):
+        run.fit(Classifier(), list(loader(6 * (rank == 0), 6)))
+
+
+def test_one_rank_saves_under_a_launcher(ending: Ending, tmp_path: Path) -> None:
+    alone = Classifier()
+    Trainer(devices=1).fit(alone, loader(6))
+    ending.run(fails, tmp_path, ranks=3)
+    torch.testing.assert_close(trained(tmp_path), dict(alone.state_dict()))
 
 
 def test_a_single_process_saves_too(tmp_path: Path) -> None:
@@ -272,6 +224,6 @@ class Loads(Classifier):
 def test_a_module_whose_load_state_dict_raises(tmp_path: Path) -> None:
     here, alone = Loads(), Classifier()
     Trainer(devices=1).fit(alone, loader(6))
-    with pytest.warns(UserWarning, match=r"Loads.load_state_dict raised KeyError: 'own', so .*trained-epoch=1"):
+    with pytest.warns(UserWarning, match=r"its load_state_dict raised \(KeyError: 'own'\).*trained-epoch=1"):
         Trainer(devices=2, default_root_dir=tmp_path).fit(here, loader(6))
-    torch.testing.assert_close(here.state_dict(), alone.state_dict())
+    torch.testing.assert_close(trained(tmp_path), dict(alone.state_dict()))

@@ -24,8 +24,6 @@ def changed(server: None) -> Iterator[None]:
     torch.set_default_device("meta")
     torch.set_deterministic_debug_mode("warn")
     torch.set_float32_matmul_precision("medium")
-    torch.autograd.set_detect_anomaly(True, check_nan=False)
-    torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cudnn.benchmark, torch.backends.mkldnn.deterministic = True, True
     warnings.filterwarnings("ignore", "text", OwnWarning)
     yield

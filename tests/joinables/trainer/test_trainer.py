@@ -37,7 +37,6 @@ from joinables.trainer import (
 )
 from joinables.trainer.checkpoint import read_checkpoint
 from joinables.trainer.launch import Place
-from joinables.trainer.module import check_module
 from tests.harness import NIGHT, in_test_all
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.scripts import ROOT
@@ -92,23 +91,23 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     environ = dict(os.environ)
 
     def build(epochs: int, name: str) -> Trainer:
-        keeper = ModelCheckpoint(tmp_path / name, "{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=2)
+        keeper = ModelCheckpoint(tmp_path / name, monitor="val_loss", save_top_k=2)
         callbacks = [Metrics(), keeper]
         return Trainer(devices=2, max_epochs=epochs, seed=0, callbacks=callbacks, default_root_dir=tmp_path)
 
     data = loader(30, 4, shuffle=True), loader(21, 4)
     module = Counting()
     trainer = build(1, "parts")
-    result = trainer.fit(module, *data)
-    assert (result.stage, result.epochs, result.global_step, result.stopped) == ("fit", 1, 4, False)
-    assert len(result.callback_metrics) == 1_004
-    assert trainer.callback_metrics["metric 999"] == 999
+    trainer.fit(module, *data)
+    assert (trainer.epochs, trainer.global_step, trainer.should_stop) == (1, 4, False)
+    assert len(trainer.metrics) == 1_004
+    assert trainer.metrics["metric 999"] == 999
     keeper = next(each for each in trainer.callbacks if isinstance(each, ModelCheckpoint))
     best = keeper.best_model_path
     assert keeper.best_model_score == trainer.metrics["val_loss"]
     assert Path(best).is_file()
-    assert result.join_report is not None
-    assert [row.steps for row in result.join_report.ranks] == [4, 4]
+    assert trainer.join_report is not None
+    assert [row.steps for row in trainer.join_report.ranks] == [4, 4]
     kept = torch.load(best, weights_only=True)["module"]
     assert_same(flat_state(kept), flat_state(module.state_dict()))
 
@@ -126,8 +125,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert module.steps is steps
 
     trainer.max_epochs = 3
-    result = trainer.fit(module, *data)
-    assert (result.epochs, result.global_step, steps.item()) == (3, 12, 12)
+    trainer.fit(module, *data)
+    assert (trainer.epochs, steps.item()) == (3, 12)
     assert (trainer.current_epoch, trainer.global_step) == (3, 12)
     assert trainer.callbacks[0].seen == ["epoch 0", "epoch 1", "epoch 2"]  # pyright: ignore[reportAttributeAccessIssue]
     assert len(list((tmp_path / "parts").glob("*.ckpt"))) == 2
@@ -254,7 +253,7 @@ from tests.joinables.trainer.modules import Classifier, loader
 
 class Slow(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.is_global_zero:
+        if trainer.global_rank == 0:
             open(sys.argv[2], "w").close()
         time.sleep(60)
 
@@ -325,8 +324,9 @@ class Remembered(DataLoader[Any]):
 def test_early_stopping(tmp_path: Path) -> None:
     def epochs(patience: int, **options: Any) -> int:
         stopping = EarlyStopping("val_loss", patience=patience, min_delta=10.0)
-        result = Trainer(max_epochs=6, callbacks=stopping).fit(Classifier(), loader(12), loader(12), **options)
-        return result.epochs
+        run = Trainer(max_epochs=6, callbacks=stopping)
+        run.fit(Classifier(), loader(12), loader(12), **options)
+        return run.epochs
 
     assert [epochs(patience) for patience in (0, 1, 2, 4, 5, 9)] == [2, 2, 3, 5, 6, 6]
     trainer = Trainer(max_epochs=50, callbacks=[EarlyStopping("val_los")])
@@ -360,27 +360,28 @@ def test_a_fit_that_was_stopped_early_stays_so(tmp_path: Path, caplog: pytest.Lo
 
     data = loader(12), loader(12)
     trainer, module = build(2), Classifier()
-    result = trainer.fit(module, *data)
+    trainer.fit(module, *data)
     path = trainer.callbacks[-1].best_model_path  # pyright: ignore[reportAttributeAccessIssue]
-    result = trainer.fit(module, *data)
-    assert (result.epochs, result.stopped) == (3, True)
-    result = build(2).fit(Classifier(), *data, ckpt_path=path)
-    assert (result.epochs, result.stopped) == (3, True)
-    assert caplog.text.count("EarlyStopping(val_loss) has ended this fit after 3 epochs") == 2
-    assert build(4).fit(Classifier(), *data, ckpt_path=path).epochs == 5
+    trainer.fit(module, *data)
+    assert (trainer.epochs, trainer.should_stop) == (3, True)
+    for patience, epochs in ((2, 3), (4, 5)):
+        resumed = build(patience)
+        resumed.fit(Classifier(), *data, ckpt_path=path)
+        assert (resumed.epochs, resumed.should_stop) == (epochs, True)
+    assert caplog.text.count("This fit trains nothing: 3 epochs and 6 steps") == 2
 
 
 class Diverging(Classifier):
     def on_validation_epoch_end(self) -> None:
-        self.log("score", math.nan if self.current_epoch > 0 else 1.0)
+        self.log("score", math.nan if self.trainer.current_epoch > 0 else 1.0)
 
 
 def test_early_stopping_where_there_is_no_number() -> None:
     for mode in ("min", "max"):
         trainer, module = Trainer(max_epochs=6, callbacks=EarlyStopping("score", mode=mode)), Diverging()
         for _ in range(2):
-            result = trainer.fit(module, loader(12), loader(12))
-            assert (result.epochs, result.stopped) == (2, True)
+            trainer.fit(module, loader(12), loader(12))
+            assert (trainer.epochs, trainer.should_stop) == (2, True)
 
 
 def test_callbacks_begin_anew_with_another_module(tmp_path: Path) -> None:
@@ -390,16 +391,21 @@ def test_callbacks_begin_anew_with_another_module(tmp_path: Path) -> None:
     )
     trainer = Trainer(max_epochs=6, callbacks=[stopping, keeper, Metrics()])
     for _ in range(2):
-        result = trainer.fit(Classifier(), loader(12), loader(12))
-        assert (result.epochs, trainer.callbacks[1].seen) == (2, ["epoch 0", "epoch 1"])  # pyright: ignore[reportAttributeAccessIssue]
+        trainer.fit(Classifier(), loader(12), loader(12))
+        assert (trainer.epochs, trainer.callbacks[1].seen) == (2, ["epoch 0", "epoch 1"])  # pyright: ignore[reportAttributeAccessIssue]
         assert len(keeper.state_dict()["kept"]) == 1
 
 
+class Autocasts(Classifier):
+    def shared_step(self, batch: Any, stage: str) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().shared_step(batch, stage)
+
+
 def test_16_bits() -> None:
-    for precision in ("bf16-mixed", "16-mixed"):
-        trainer = Trainer(max_epochs=6, precision=precision, gradient_clip_val=1.0)
-        trainer.fit(Classifier(), loader(), loader(20))
-        assert trainer.metrics["val_loss"] < 0.6
+    trainer = Trainer(max_epochs=6)
+    trainer.fit(Autocasts(clip=1.0), loader(), loader(20))
+    assert trainer.metrics["val_loss"] < 0.6
 
 
 def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
@@ -414,30 +420,23 @@ def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 TOO_SMALL = [
-    *(("num_nodes", 0), ("max_epochs", -2), ("max_steps", -5), ("log_every_n_steps", -1)),
-    *(("accumulate_grad_batches", 0), ("gradient_clip_val", float("nan"))),
+    *(("devices", 0), ("num_nodes", 0), ("max_epochs", -1), ("max_steps", -5), ("accumulate_grad_batches", 0)),
 ]
 WRONG = [
-    *(("num_nodes", "1"), ("max_epochs", 1.5), ("max_epochs", "3"), ("max_steps", True), ("log_every_n_steps", "x")),
-    *(("accumulate_grad_batches", "2"), ("gradient_clip_val", "a"), ("seed", 1.5), ("seed", "x")),
-    *(("enable_progress_bar", "yes"), ("default_root_dir", 5)),
+    *(("num_nodes", "1"), ("max_epochs", 1.5), ("max_epochs", "3"), ("max_steps", True), ("seed", 1.5)),
+    *(("accumulate_grad_batches", "2"), ("seed", "x"), ("devices", "all"), ("devices", True)),
 ]
 BAD = [
-    ({"devices": 0}, ValueError, "devices=0 and num_nodes=1"),
     (
         {"accelerator": "cuda"},
         ValueError,
         r"accelerator='cuda', but torch finds .* here\. Use one of cpu, auto",
     ),
     ({"strategy": "dpp"}, ValueError, r"strategy='dpp' is unknown\. Use one of .*ddp_spawn.*strategy='join'"),
-    ({"strategy": "single", "devices": 2}, ValueError, "strategy='single' trains in a single process"),
-    ({"precision": 8}, ValueError, r"precision='8' is unknown\. Use one of 32, 64, bf16-mixed, 16-mixed"),
-    ({"precision": "16-mixed", "strategy": "ddp_zero"}, ValueError, "cannot train with sharded"),
+    ({"strategy": "single", "devices": 2}, ValueError, "or strategy='single', with which"),
     ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches=0"),
-    ({"gradient_clip_val": 0.0}, ValueError, r"gradient_clip_val=0\.0"),
-    ({"uneven": "drop"}, ValueError, "uneven='drop' is unknown"),
     ({"num_nodes": 2, "devices": 1}, ValueError, "torchrun or cluster_environment"),
-    ({"devices": [0, 1]}, TypeError, r"devices=\[0, 1\] is not a number of processes\. .* CUDA_VISIBLE_DEVICES"),
+    ({"devices": [0, 1]}, TypeError, r"devices=\[0, 1\] .* CUDA_VISIBLE_DEVICES.*J741"),
     ({"max_epoch": 3}, TypeError, r"no argument 'max_epoch'\. Use one of .*max_epochs.*\[J643\]"),
     ({"fast_dev_run": True}, TypeError, r"no argument 'fast_dev_run'\. Use one of .* strategy='join'.*\[J643\]"),
     ({"callbacks": [print]}, TypeError, "callbacks has an object of type builtin"),
@@ -468,67 +467,23 @@ def test_bad_runs(tmp_path: Path) -> None:
     for run in (Trainer().fit, Trainer().validate, Trainer().test, Trainer().predict):
         with pytest.raises(ValueError, match=told):
             run(Classifier(), loader(), ckpt_path=tmp_path / "weights.ckpt")
-    with pytest.raises(TypeError, match=r"module is torch\.compile\(Classifier\).* self\.net\.compile\(\)"):
-        Trainer().fit(torch.compile(Classifier(), backend="eager"), loader())  # pyright: ignore[reportArgumentType]
-    for loaders in ([loader(), loader()], {"a": loader()}):
-        with pytest.raises(TypeError, match=r"val_loader holds several loaders.* call validate on each"):
-            Trainer().fit(Classifier(), loader(), loaders)
     with pytest.raises(TypeError, match=r"loader=5 cannot be iterated\. Pass a DataLoader"):
         Trainer().fit(Classifier(), 5)
     with pytest.raises(RuntimeError, match="No Trainer runs this Classifier"):
         Classifier().log("x", 1.0)
 
 
-class OneArgument(Classifier):
-    def training_step(self, batch: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-class WithoutSignature(Classifier):
-    training_step = staticmethod(max)  # pyright: ignore
-
-
-def test_a_step_whose_arguments_nothing_tells() -> None:
-    check_module(WithoutSignature(), "fit", {})
-
-
-def test_first_lines_of_users_of_lightning(capfd: pytest.CaptureFixture[str]) -> None:
-    run, module, batches = cast("Any", Trainer()), cast("Any", Classifier()), loader(12)
+def test_first_lines_of_users_of_lightning() -> None:
+    run, module = cast("Any", Trainer()), cast("Any", Classifier())
     told = {
-        r"test has no argument 'verbose'\. Use one of module, loader, ckpt_path": lambda: run.test(
-            module, batches, verbose=True
-        ),
-        r"^Classifier has no attribute 'save_hyperparameters'\. TrainModule has .*print.*'join'.*J870": lambda: (
+        r"^Classifier has no attribute 'save_hyperparameters'\. TrainModule has .*log.*'join'.*J870": lambda: (
             module.save_hyperparameters("lr")
         ),
-        r"^Trainer has no attribute 'fit_loop'\. Trainer has fit, .*callback_metrics.*J870": lambda: run.fit_loop,
-        r"^fit has no argument 'datamodule'\. Use one of module, train_loader.*'join'": lambda: run.fit(
-            module, datamodule=0
-        ),
-        r"ckpt_path='best' is not .* keeper\.best_model_path": lambda: run.fit(module, batches, ckpt_path="best"),
-        r"OneArgument\.training_step .* as training_step\(self, batch, batch_idx\)": lambda: run.fit(
-            OneArgument(), batches
-        ),
+        r"^Trainer has no attribute 'fit_loop'\. Trainer has fit, .*metrics.*J870": lambda: run.fit_loop,
     }
     for text, call in told.items():
-        with pytest.raises((TypeError, AttributeError, FileNotFoundError), match=text):
+        with pytest.raises((TypeError, AttributeError), match=text):
             call()
-    run.fit(module, [batches], (batches,))
-    assert {"train_loss", "val_loss"} <= run.metrics.keys()
-    module.print("once")
-    assert capfd.readouterr().out == "once\n"
-
-
-class Positional(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.log_dict({"step": 1.0}, False, True, True, False)
-        self.log("mean", 2.0, True, True)
-        return self.body(batch[0]).sum()
-
-
-def test_arguments_of_log_have_the_order_of_lightning() -> None:
-    run = Trainer()
-    run.fit(Positional(), loader(12))
-    assert run.metrics == {"mean": 2.0}
 
 
 def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +494,7 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trainer.world_size == 3
     assert trainer.strategy.is_distributed
     assert trainer.global_rank == 1
-    assert not trainer.is_global_zero
+    assert trainer.global_rank != 0
     with pytest.raises(ValueError, match=r"devices=1 and num_nodes=1 do not fit .* started \(3\)"):
         Trainer(accelerator="cpu", devices=1)
     with pytest.raises(ValueError, match=r"devices=2 and num_nodes=1 do not fit .* started \(3\)"):
@@ -555,7 +510,7 @@ class TellsItsPlace(Classifier):
     """Logs the rank and the device of a process, as an outsider sees them."""
 
     def on_train_start(self) -> None:
-        self.log("ranks", float(self.global_rank), reduce_fx="sum")
+        self.log("ranks", float(self.trainer.global_rank), reduce_fx="sum")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch.accelerator.device_count", lambda: 2)
             patch.setattr("torch.accelerator.set_device_index", lambda device: None)
@@ -636,7 +591,8 @@ def test_what_cannot_be_fitted(module: Any, data: Any, kind: type[Exception], te
     trainer = Trainer(max_epochs=2)
     with pytest.raises(kind, match=text):
         trainer.fit(module, data)
-    assert trainer.fit(Classifier(), loader()).epochs == 2, "the trainer works afterwards"
+    trainer.fit(Classifier(), loader())
+    assert trainer.epochs == 2, "the trainer works afterwards"
 
 
 class Raises(Callback):
@@ -650,7 +606,7 @@ class Raises(Callback):
 
 def test_callbacks_that_raise(caplog: pytest.LogCaptureFixture) -> None:
     module = Classifier().eval()
-    for hooks, told in ((("on_train_start", "on_exception"), "on_train_start"), (("on_end",), "on_end")):
+    for hooks, told in ((("on_train_start", "teardown"), "on_train_start"), (("teardown",), "teardown")):
         trainer = Trainer(callbacks=Raises(*hooks))
         with pytest.raises(KeyError, match=told):
             trainer.fit(module, loader())
@@ -682,7 +638,8 @@ def test_a_fit_leaves_nothing_at_what_it_trained() -> None:
     trainer, module = Trainer(), KeepsItsOptimizer()
     for epochs in (1, 2):
         trainer.max_epochs = epochs
-        assert trainer.fit(module, loader(24)).global_step == 4 * epochs
+        trainer.fit(module, loader(24))
+        assert trainer.global_step == 4 * epochs
         assert all(parameter.grad is None for parameter in module.parameters())
         assert not module.mine._optimizer_step_post_hooks
 
@@ -700,24 +657,29 @@ def test_workers_end_with_the_fit() -> None:
 def test_nothing_to_train_on() -> None:
     trainer = Trainer(max_epochs=2)
     with pytest.warns(UserWarning, match=r"An epoch made no optimizer step\. No rank had a batch"):
-        assert trainer.fit(Classifier(), loader(0)).global_step == 0
+        trainer.fit(Classifier(), loader(0))
+    assert trainer.global_step == 0
     assert trainer.validate(Classifier(), loader(0)) == [{}]
     assert trainer.predict(Classifier(), loader(0)) == []
 
 
 def test_as_many_epochs_as_the_steps_need() -> None:
     trainer, module = Trainer(max_steps=7), Classifier()
-    assert trainer.fit(module, loader(12)).global_step == 7
+    trainer.fit(module, loader(12))
+    assert trainer.global_step == 7
     assert trainer.current_epoch == 3
     trainer.max_steps, trainer.max_epochs = None, 5
-    assert trainer.fit(module, loader(12)).global_step == 10
-    trainer.max_epochs = -1
-    with pytest.raises(ValueError, match="max_epochs=-1 and max_steps=None set no end"):
+    trainer.fit(module, loader(12))
+    assert trainer.global_step == 10
+    trainer.max_epochs = None
+    with pytest.raises(ValueError, match="max_epochs and max_steps set no end"):
         trainer.fit(module, loader(12))
     trainer.max_steps = 12
-    assert trainer.fit(module, loader(12)).global_step == 12
-    assert Trainer(max_steps=7, max_epochs=1).fit(Classifier(), loader(12)).global_step == 2
-    assert Trainer(max_steps=-1).fit(Classifier(), loader(12)).epochs == 1
+    trainer.fit(module, loader(12))
+    assert trainer.global_step == 12
+    for trainer, steps in ((Trainer(max_steps=7, max_epochs=1), 2), (Trainer(), 2), (Trainer(max_epochs=0), 0)):
+        trainer.fit(Classifier(), loader(12))
+        assert trainer.global_step == steps
 
 
 def test_a_fit_that_trains_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -725,12 +687,13 @@ def test_a_fit_that_trains_nothing_says_so(caplog: pytest.LogCaptureFixture) -> 
     trainer.fit(module, loader(12))
     assert not caplog.messages
     trainer.fit(module, loader(12))
-    assert "trains nothing, as 1 epochs and 2 steps reach max_epochs=1 or max_steps=None" in caplog.messages[0]
+    assert "trains nothing: 1 epochs and 2 steps reach max_epochs=1 or max_steps=None" in caplog.messages[0]
 
 
 def test_a_fit_without_steps_has_an_end() -> None:
     with pytest.warns(UserWarning, match="An epoch made no optimizer step"):
-        assert Trainer(max_steps=7).fit(Classifier(), iter(loader(12))).global_step == 2
+        (trainer := Trainer(max_steps=7)).fit(Classifier(), iter(loader(12)))
+    assert trainer.global_step == 2
 
 
 def test_every_module_is_a_new_one() -> None:
@@ -739,7 +702,8 @@ def test_every_module_is_a_new_one() -> None:
     for _ in range(20):
         module = Classifier()
         before = module.body[0].weight.clone()  # pyright: ignore[reportCallIssue]
-        assert trainer.fit(module, loader(12)).epochs == 1
+        trainer.fit(module, loader(12))
+        assert trainer.epochs == 1
         assert not torch.equal(before, module.body[0].weight)  # pyright: ignore[reportArgumentType]
         del module
 
@@ -794,7 +758,8 @@ class Pathed(Classifier):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.body.parameters(), lr=np.float64(0.01))
-        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, list(np.array([1, 2])))]
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(np.array([1, 2])))
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
 def test_no_weights_are_lost_for_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
@@ -832,10 +797,8 @@ def test_a_compiled_module_can_be_pickled() -> None:
 def test_automatic_settings_with_manual_optimization() -> None:
     module = Classifier()
     module.automatic_optimization = False
-    with pytest.raises(ValueError, match="need automatic_optimization"):
-        Trainer(gradient_clip_val=1.0).fit(module, loader())
-    with pytest.raises(ValueError, match="need automatic_optimization"):
-        Trainer(precision="16-mixed").fit(module, loader())
+    with pytest.raises(ValueError, match="accumulate_grad_batches needs automatic_optimization"):
+        Trainer(accumulate_grad_batches=2).fit(module, loader())
 
 
 def test_schedulers_that_are_not_understood() -> None:
@@ -849,11 +812,11 @@ def test_schedulers_that_are_not_understood() -> None:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.options}}
 
-    with pytest.raises(ValueError, match=r"'frequency': 2.* has an interval or a frequency"):
+    with pytest.raises(TypeError, match=r"(?s)'frequency': 2.* has no known form"):
         Trainer().fit(Scheduled(frequency=2), loader())
-    with pytest.raises(ValueError, match="'interval': 'batch'"):
+    with pytest.raises(TypeError, match="'interval': 'batch'"):
         Trainer().fit(Scheduled(interval="batch"), loader())
-    module = Scheduled(monitor="train_loss", frequency=1, strict=True)
+    module = Scheduled(monitor="train_loss", interval="epoch")
     rates: list[float] = []
 
     class Rates(Callback):
@@ -873,7 +836,7 @@ def test_what_stands_beside_an_optimizer() -> None:
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), 1.0)
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
-            return {"optimizer": optimizer, self.key: scheduler, **self.options}
+            return {"optimizer": optimizer, self.key: {"scheduler": scheduler, **self.options}}
 
     with pytest.raises(TypeError, match=r"(?s)configure_optimizers returned .*'lr_shceduler'"):
         Trainer().fit(Configured("lr_shceduler"), loader(12))
@@ -887,7 +850,7 @@ def test_what_stands_beside_an_optimizer() -> None:
 
 class LogsLate(Classifier):
     def on_train_epoch_end(self) -> None:
-        self.log("late", float(self.current_epoch))
+        self.log("late", float(self.trainer.current_epoch))
 
     def predict_step(self, batch: Any, batch_idx: int) -> None:
         self.log("lost", 1.0)
@@ -909,14 +872,14 @@ def test_metrics_of_hooks() -> None:
 
 class LogsAtEnds(Classifier):
     def on_validation_epoch_end(self) -> None:
-        self.log("validated", float(self.global_step))
+        self.log("validated", float(self.trainer.global_step))
 
     def on_train_end(self) -> None:
-        self.log("trained", float(self.global_step))
+        self.log("trained", float(self.trainer.global_step))
 
 
 class LogsInHooks(Callback):
-    def on_evaluation_end(self, trainer: Any, module: Any, stage: str) -> None:
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         module.log("evaluated", float(trainer.global_step))
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -938,16 +901,10 @@ def test_metrics_of_hooks_after_an_epoch(tmp_path: Path) -> None:
 
 
 class LogsTooLate(Callback):
-    def on_end(self, trainer: Any, module: Any, stage: str) -> None:
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         module.log("lost", 1.0)
 
 
-class LogsTooEarly(Callback):
-    def on_start(self, trainer: Any, module: Any, stage: str) -> None:
-        module.log("lost", 1.0)
-
-
-@pytest.mark.parametrize("logs", [LogsTooEarly, LogsTooLate])
-def test_metrics_with_which_nothing_can_be_done(logs: type[Callback]) -> None:
-    with pytest.raises(RuntimeError, match="'lost' was logged in a prediction, or in a callback's on_start or on_end"):
-        Trainer(callbacks=logs()).fit(Classifier(), loader(12))
+def test_metrics_with_which_nothing_can_be_done() -> None:
+    with pytest.raises(RuntimeError, match="'lost' was logged in a prediction or in teardown"):
+        Trainer(callbacks=LogsTooLate()).fit(Classifier(), loader(12))

@@ -17,7 +17,6 @@ _KINDS: dict[str, tuple[Any, float | None, str]] = {
     "log_every_n_steps": (Integral, 0, "a whole number, or 0 for no values of single steps"),
     "enable_progress_bar": (bool, None, "True, False or None"),
     "default_root_dir": ((str, os.PathLike), None, "the path of a folder, or None for the current directory"),
-    "worker_logs": ((str, os.PathLike), None, "the path of a folder, or None for no files"),
     "seed": (Integral, None, "a whole number, or None to draw one"),
     "save_top_k": (Integral, -1, "a whole number, or -1 for all"),
     "every_n_epochs": (Integral, 1, "a whole number from 1"),

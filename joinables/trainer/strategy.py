@@ -20,7 +20,6 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, get_args
 
 import torch
@@ -42,9 +41,9 @@ from joinables.trainer.launch import (
     Launcher,
     Place,
     StartMethod,
-    environment_of,
     launcher_of,
     node_of,
+    place_of,
 )
 from joinables.trainer.metrics import Reduction
 
@@ -92,8 +91,7 @@ class Strategy:
             fn: The function.
             *args: Its arguments. The class ``Place`` among them becomes the :class:`Place` of the rank.
             world_size: The number of ranks.
-            **how: ``num_nodes``, the type of device ``accelerator``, and ``worker_logs``, the folder for the output of
-                processes that are started.
+            **how: ``num_nodes``, and the type of device ``accelerator``.
         """
         place = self.place(world_size) or Place(0, 1, 0)
         return fn(*(place if arg is Place else arg for arg in args))
@@ -326,7 +324,9 @@ class DDPStrategy(Strategy):
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
-        self._environment = None if cluster_environment is None else environment_of(cluster_environment)
+        if cluster_environment is not None:
+            place_of(cluster_environment, address=True)
+        self._environment = cluster_environment
         self.start_method: StartMethod = start_method
         self.shards_optimizers = shard_optimizers
         self._find_unused, self._finds_unused = find_unused_parameters, False
@@ -342,7 +342,7 @@ class DDPStrategy(Strategy):
     @override
     def place(self, world_size: int) -> Place | None:
         environment = launcher_of(world_size, self._environment)
-        return None if environment is None else environment.place
+        return None if environment is None else place_of(environment)
 
     @override
     def launch(
@@ -352,16 +352,14 @@ class DDPStrategy(Strategy):
         world_size: int,
         num_nodes: int = 1,
         accelerator: str = "cpu",
-        worker_logs: Path | None = None,
         **how: Any,
     ) -> Any:
         backend = "gloo"
         if accelerator != "cpu":
             backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
-        options: dict[str, Any] = {"worker_logs": worker_logs, "environment": self._environment}
-        if num_nodes > 1:
-            options["node"] = node_of(world_size // num_nodes, num_nodes, os.environ)
-        return Launcher(world_size, start_method=self.start_method, backend=backend, **options).launch(fn, *args)
+        node = node_of(world_size // num_nodes, num_nodes, os.environ) if num_nodes > 1 else None
+        how = {"start_method": self.start_method, "environment": self._environment, "node": node}
+        return Launcher(world_size, backend=backend, **how).launch(fn, *args)
 
     @override
     def make_collective(self) -> Collective:

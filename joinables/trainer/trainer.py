@@ -124,9 +124,6 @@ class Trainer(TrainerState):
             state of this process, rank 0 continues with that state, and this process with the state of rank 0. The
             other ranks of a fit draw different numbers. The order of a loader with a ``generator`` is drawn from that
             generator.
-        worker_logs: A folder for the output of the processes that the trainer starts. Each rank appends to two files,
-            such as ``rank-1-stdout.log`` and ``rank-1-stderr.log``. By default, the processes write where this process
-            writes, and each line begins with the rank if there are several.
         checkpoint_io: An object that saves, loads and removes checkpoints; by default, files of ``torch.save``.
 
     Raises:
@@ -153,7 +150,6 @@ class Trainer(TrainerState):
         log_every_n_steps: int = 50,
         enable_progress_bar: bool | None = None,
         seed: int | None = None,
-        worker_logs: str | os.PathLike[str] | None = None,
         checkpoint_io: CheckpointIO | None = None,
         **others: Never,
     ) -> None:
@@ -172,9 +168,8 @@ class Trainer(TrainerState):
                 " the Trainer's arguments, or pass devices=1. [J174]"
             )
         self.checkpoint_io = checkpoint_io_of(checkpoint_io)
-        logs_of_workers = None if worker_logs is None else Path(worker_logs).absolute()
         self.num_nodes = num_nodes
-        self._how = {"num_nodes": num_nodes, "accelerator": self.accelerator, "worker_logs": logs_of_workers}
+        self._how = {"num_nodes": num_nodes, "accelerator": self.accelerator}
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:
             raise ValueError("'16-mixed' cannot train with sharded optimizers. Pass precision='bf16-mixed'. [J267]")

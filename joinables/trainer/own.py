@@ -97,14 +97,22 @@ class CollectiveStrategy(Strategy):
         self.timeout = timeout
         self._gradients: Gradients | None = None
 
+    def has_threads(self) -> bool:
+        """Return whether several ranks may be threads of this process."""
+        return False
+
+    @override
+    def check(self, *, several_backwards: bool) -> None:
+        if several_backwards or self.has_threads():
+            raise ValueError(
+                f"{type(self).__name__} averages gradients once in each step, of one rank in each process, so it"
+                " supports neither manual optimization nor ranks that are threads. Remove automatic_optimization ="
+                " False from the module, launch a process for each device, or train with strategy='ddp'. [J880]"
+            )
+
     @override
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
-        if several_backwards:
-            raise ValueError(
-                f"{type(self).__name__} averages gradients once in each step, so it does not support manual"
-                " optimization. Remove automatic_optimization = False from the module, or train with strategy='ddp'."
-                " [J880]"
-            )
+        self.check(several_backwards=several_backwards)
         super().wrap(module, device, several_backwards=several_backwards, held=held)
         self._gradients = Gradients(self.collective, module)
 
@@ -153,6 +161,10 @@ class XLAStrategy(CollectiveStrategy):
     @override
     def place(self, world_size: int) -> Place:
         return Place(*XLACollective().place())
+
+    @override
+    def has_threads(self) -> bool:
+        return XLACollective().devices_of_process() > 1
 
     @override
     def device(self, accelerator: str, place: Place) -> torch.device:

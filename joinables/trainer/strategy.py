@@ -114,6 +114,13 @@ class Strategy:
         self.collective = self.make_collective()
         self.collective.setup(rank, world_size)
 
+    def check(self, *, several_backwards: bool) -> None:
+        """Raise an error if this strategy cannot train so, before anything is sent; called on all ranks.
+
+        Args:
+            several_backwards: Whether a step may run several backwards.
+        """
+
     # The block of a run.
 
     def open(self, joinables: Sequence[Any]) -> None:

@@ -288,6 +288,7 @@ class Trainer(TrainerState):
             self._begin(module)
             saved = saved or self._last_state
         before, self._trained = (self.epochs, self.global_step), None
+        self.strategy.check(several_backwards=stage == "fit" and not module.automatic_optimization)
         with temporary_folder() as folder:
             seed = order_seed(loaders.get("train_loader"), self.seed)
             task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,24 @@ class Manual(Classifier):
     automatic_optimization = False
 
 
-def refused(rank: int) -> None:
-    store: Any = dist.distributed_c10d._get_default_store()
-    told = pytest.raises(ValueError, match=r"HorovodStrategy .* manual optimization.*\[J880\]")
-    with over_horovod(rank, dist.get_world_size(), dist.PrefixStore("library", store)), told:
-        Trainer(strategy="horovod", **OPTIONS).fit(Manual(), loader(27, 4))
+def refused(rank: int, name: str, module: type[Classifier]) -> None:
+    """Before anything is sent: Horovod is up, and the ranks go on."""
+    store: Any = dist.PrefixStore("library", dist.distributed_c10d._get_default_store())
+    fake = over_horovod if name == "horovod" else over_xla
+    with fake(rank, dist.get_world_size(), store) as collective:
+        if module is Classifier:
+            collective._runtime.addressable_device_count = lambda: 2
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"Strategy .* manual optimization nor .* threads.*\[J880\]"):
+                Trainer(strategy=name, **OPTIONS).fit(module(), loader(27, 4))
+        assert name == "xla" or sys.modules["horovod.torch"].is_up
+        if module is Manual:
+            Trainer(strategy=name, **OPTIONS).validate(module(), loader(27, 4))
 
 
-def test_manual_optimization_is_refused(pool: Pool) -> None:
-    pool.run(refused, ranks=2)
+@pytest.mark.parametrize(("name", "module"), [("horovod", Manual), ("xla", Manual), ("xla", Classifier)])
+def test_what_is_refused(pool: Pool, name: str, module: type[Classifier]) -> None:
+    pool.run(refused, name, module, ranks=2)
 
 
 def test_a_library_that_is_not_installed() -> None:

@@ -260,8 +260,8 @@ def rank_of_group(
     world_size: int,
     store: dist.Store,
     backend: str,
-    timeout: timedelta | None = None,
     patience: float | None = None,
+    **options: Any,
 ) -> Generator[None]:
     """Return the context of one rank of the default process group; all ranks enter it equally often.
 
@@ -273,14 +273,14 @@ def rank_of_group(
         world_size: The number of ranks.
         store: A store without keys of an earlier group, or of ranks that were killed.
         backend: The backend of the process group.
-        timeout: The timeout of its collectives; torch's by default.
         patience: The seconds that a rank which has left the body waits for the others; ``TIMEOUTS.end`` by default.
+        **options: Other arguments of ``init_process_group``.
     """
     if dist.is_initialized() and dist.group.WORLD in _made and collective_of(None).kept.lost:
         dist.destroy_process_group()  # a failure in an earlier launch, which all ranks have raised, has left it
     made = not dist.is_initialized()
     if made:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
         _made.add(cast("dist.ProcessGroup", dist.group.WORLD))
     found = f"rank {dist.get_rank()} of {dist.get_world_size()}, backend {dist.get_backend_config()}"
     wanted = f"rank {rank} of {world_size}, backend {BackendConfig(cast('dist.Backend', dist.Backend(backend)))}"

@@ -124,7 +124,8 @@ def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limi
     torch.set_num_threads(1)
     fn, args = pickle.loads(call) if isinstance(call, bytes) else call
     store, seconds = dist.FileStore(f"{folder}/store", world_size), limit + _BEYOND_LIMIT
-    with rank_of_group(rank, world_size, store, backend, timedelta(seconds=seconds), seconds), ending_forks():
+    timeout = timedelta(seconds=seconds)
+    with rank_of_group(rank, world_size, store, backend, seconds, timeout=timeout), ending_forks():
         return pickle.dumps(fn(rank, *args))
 
 

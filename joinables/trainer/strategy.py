@@ -430,8 +430,6 @@ class DDPStrategy(Strategy):
             yield
             named = self._module.named_parameters()
             LossGate.refuse(name for name, p in named if p.grad is not None and id(p) not in known)
-            if not reducer.has_finished(self.ddp):
-                self._refuse_unused({p for p in self._module.parameters() if p.grad is not None}, None)
         self.report = join.report
 
     @override
@@ -449,8 +447,8 @@ class DDPStrategy(Strategy):
                 self._divide()
             if sync and not self._finds_unused and not reducer.has_finished(self.ddp):
                 self._refuse_unused({p for p in self._module.parameters() if p.grad is not None}, None)
-        except RuntimeError as error:  # an error of torch in the next forward, or of a block
-            if "Expected to have finished reduction" in str(error) or "J473" in str(error):
+        except RuntimeError as error:
+            if "J473" in str(error):
                 self._refuse_unused(leaves_of(loss), error)
             raise
 

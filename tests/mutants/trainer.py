@@ -106,8 +106,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/strategy.py",
-        "if not reducer.has_finished(self.ddp):",
-        "if False:",
+        " and not reducer.has_finished(self.ddp):",
+        " and False:",
         FREEZING + "test_a_change_that_the_wrapper_cannot_follow",
     ),
     Mutant(
@@ -207,6 +207,18 @@ MUTANTS = [
         "                self.epochs, self.global_step = before\n",
         "",
         LIFETIMES + "test_a_fit_that_fails_counts_nothing",
+    ),
+    Mutant(
+        "joinables/trainer/own.py",
+        "if several_backwards or self.has_threads():",
+        "if several_backwards:",
+        "tests/joinables/trainer/test_own_strategies.py::test_what_is_refused",
+    ),
+    Mutant(
+        "joinables/trainer/trainer.py",
+        '        self.strategy.check(several_backwards=stage == "fit" and not module.automatic_optimization)\n',
+        "",
+        "tests/joinables/trainer/test_own_strategies.py::test_what_is_refused",
     ),
     # -- launching -----------------------------------------------------------------------------------------------------
     Mutant(

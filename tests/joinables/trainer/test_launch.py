@@ -36,7 +36,7 @@ import join
 from join import PeerError
 from join.collectives.broken import BrokenCollective
 from join.collectives.store import local_store
-from joinables.processes import LaunchError
+from joinables.processes import LaunchError, run
 from joinables.trainer import launch as module
 from joinables.trainer.launch import (
     Launcher,
@@ -759,38 +759,29 @@ def by_hand(rank: int, port: int, job: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in variables.items()}}
 
 
-def meets(variables: dict[str, str], results: Any) -> None:
+def meets(variables: dict[str, str]) -> list[Any]:
     os.environ.update(variables)
     environ = dict(os.environ)
     told = [Launcher(2).launch(ranks_met, base) for base in (0.0, 1.0)]
     assert Launcher(2).launch(leaves, "returns") == 0
     assert environ == os.environ
     assert not dist.is_initialized()
-    results.send([(result["rank"], size, result["total"].item()) for result, size, _ in told])
+    return [(result["rank"], size, result["total"].item()) for result, size, _ in told]
 
 
 def test_processes_of_other_launchers() -> None:
     """The launchers are not here; what they do is: two processes with variables."""
-    context = multiprocessing.get_context("fork")
     port = free_port()
-    pipes = [context.Pipe() for _ in range(2)]
-    ranks = [context.Process(target=meets, args=(by_hand(rank, port, 7), pipes[rank][1])) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.start()
-        told = [here.recv() if here.poll(60) else None for here, _ in pipes]
-    finally:
-        for rank in ranks:
-            rank.join(5)
-            rank.kill()
-            rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    with tempfile.TemporaryDirectory() as folder:
+        how: Any = {"method": "fork", "folder": Path(folder), "limit": 60}
+        told, failures = run(lambda rank: meets(by_hand(rank, port, 7)), range(2), **how)
+    assert not failures
     assert told == [[(rank, 2, 1.0), (rank, 2, 3.0)] for rank in range(2)]
 
 
 def meets_or_says_why(variables: dict[str, str], results: Any) -> None:
     try:
-        meets(variables, results)
+        results.send(meets(variables))
     except RuntimeError as error:
         results.send(str(error))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from typing_extensions import override
@@ -84,26 +84,31 @@ class Gradients(OnGroup, Burst):
 
 
 class CollectiveStrategy(Strategy):
-    """Training over any collective, in processes that a launcher has started. Derived classes make the collective.
+    """Training over another library's collective, in processes that its launcher has started.
 
     Args:
         timeout: Seconds that a rank waits for the others in a run, as in ``Join``.
     """
 
     is_distributed = True
+    library: ClassVar[type[HorovodCollective] | type[XLACollective]]
 
     def __init__(self, *, timeout: float | None = None) -> None:
         super().__init__()
         self.timeout = timeout
         self._gradients: Gradients | None = None
 
-    def has_threads(self) -> bool:
-        """Return whether several ranks may be threads of this process."""
-        return False
+    @override
+    def place(self, world_size: int) -> Place:
+        return Place(*self.library().place())
+
+    @override
+    def make_collective(self) -> Collective:
+        return self.library()
 
     @override
     def check(self, *, several_backwards: bool) -> None:
-        if several_backwards or self.has_threads():
+        if several_backwards:
             raise ValueError(
                 f"{type(self).__name__} averages gradients once in each step, of one rank in each process, so it"
                 " supports neither manual optimization nor ranks that are threads. Remove automatic_optimization ="
@@ -112,7 +117,7 @@ class CollectiveStrategy(Strategy):
 
     @override
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
-        self.check(several_backwards=several_backwards)
+        self.check(several_backwards=several_backwards)  # a hook may have changed that
         super().wrap(module, device, several_backwards=several_backwards, held=held)
         self._gradients = Gradients(self.collective, module)
 
@@ -146,33 +151,21 @@ class CollectiveStrategy(Strategy):
 class HorovodStrategy(CollectiveStrategy):
     """Training on the ranks of ``horovodrun``, whose processes run the same script."""
 
-    @override
-    def place(self, world_size: int) -> Place:
-        return Place(*HorovodCollective().place())
-
-    @override
-    def make_collective(self) -> Collective:
-        return HorovodCollective()
+    library = HorovodCollective
 
 
 class XLAStrategy(CollectiveStrategy):
     """Training on the ranks of ``torch_xla.launch``, such as TPU cores; the launched function uses the trainer."""
 
-    @override
-    def place(self, world_size: int) -> Place:
-        return Place(*XLACollective().place())
+    library = XLACollective
 
     @override
-    def has_threads(self) -> bool:
-        return XLACollective().devices_of_process() > 1
+    def check(self, *, several_backwards: bool) -> None:
+        super().check(several_backwards=several_backwards or XLACollective().devices_of_process() > 1)
 
     @override
     def device(self, accelerator: str, place: Place) -> torch.device:
         return XLACollective().device()
-
-    @override
-    def make_collective(self) -> Collective:
-        return XLACollective()
 
 
 register_strategy("horovod", HorovodStrategy, "the ranks of horovodrun, and Horovod's operations")

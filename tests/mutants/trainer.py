@@ -210,8 +210,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/own.py",
-        "if several_backwards or self.has_threads():",
-        "if several_backwards:",
+        "several_backwards or XLACollective().devices_of_process() > 1",
+        "several_backwards",
         "tests/joinables/trainer/test_own_strategies.py::test_what_is_refused",
     ),
     Mutant(

@@ -168,5 +168,5 @@ class XLAStrategy(CollectiveStrategy):
         return XLACollective().device()
 
 
-register_strategy("horovod", HorovodStrategy, "the ranks of horovodrun, and Horovod's operations")
-register_strategy("xla", XLAStrategy, "the ranks of torch_xla.launch, such as TPU cores, and XLA's operations")
+register_strategy("horovod", HorovodStrategy)
+register_strategy("xla", XLAStrategy)

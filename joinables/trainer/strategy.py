@@ -527,46 +527,39 @@ def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
 _zero = partial(DDPStrategy, shard_optimizers=True)
 _finds_unused = partial(DDPStrategy, find_unused_parameters=True)
 
-_registry: dict[str, tuple[Callable[[], Strategy], str]] = {
-    "single": (Strategy, "one process, no wrapper"),
-    "ddp": (DDPStrategy, "DDP; processes are spawned, unless a launcher has started them"),
-    "ddp_spawn": (DDPStrategy, "the same as ddp"),
-    "ddp_fork": (lambda: DDPStrategy("fork"), "DDP in forked processes: in notebooks, before anything was computed"),
-    "ddp_forkserver": (lambda: DDPStrategy("forkserver"), "DDP in processes that a server forks"),
-    "ddp_zero": (
-        _zero,
-        "DDP with ZeroRedundancyOptimizer: each rank keeps a part of the optimizer's state",
-    ),
-    "ddp_sharded": (_zero, "the same as ddp_zero"),
-    "ddp_sharded_spawn": (_zero, "the same as ddp_zero"),
-    "ddp_find_unused_parameters_true": (_finds_unused, "DDP for steps that reach a part of the parameters only"),
-    "ddp_spawn_find_unused_parameters_true": (_finds_unused, "the same as ddp_find_unused_parameters_true"),
-    "ddp_spawn_find_unused_parameters_false": (
-        partial(DDPStrategy, find_unused_parameters=False),
-        "DDP for steps that reach all parameters, also under manual optimization",
-    ),
+_registry: dict[str, Callable[[], Strategy]] = {
+    "single": Strategy,
+    "ddp": DDPStrategy,
+    "ddp_spawn": DDPStrategy,
+    "ddp_fork": partial(DDPStrategy, "fork"),
+    "ddp_forkserver": partial(DDPStrategy, "forkserver"),
+    "ddp_zero": _zero,
+    "ddp_sharded": _zero,
+    "ddp_sharded_spawn": _zero,
+    "ddp_find_unused_parameters_true": _finds_unused,
+    "ddp_spawn_find_unused_parameters_true": _finds_unused,
+    "ddp_spawn_find_unused_parameters_false": partial(DDPStrategy, find_unused_parameters=False),
 }
 
 
-def register_strategy(name: str, make: Callable[[], Strategy], description: str) -> None:
+def register_strategy(name: str, make: Callable[[], Strategy]) -> None:
     """Register ``make`` as the strategy that ``Trainer(strategy=name)`` creates.
 
     Args:
         name: The new name.
         make: A function that creates the strategy.
-        description: The description that :func:`strategies` returns.
 
     Raises:
         ValueError: If the name is taken.
     """
     if name in _registry:
         raise ValueError(f"The strategy {name!r} is registered already. Use another name. [J264]")
-    _registry[name] = make, description
+    _registry[name] = make
 
 
-def strategies() -> dict[str, str]:
-    """Return the names that ``Trainer(strategy=)`` accepts, each with its description."""
-    return {name: description for name, (_, description) in sorted(_registry.items())}
+def strategies() -> list[str]:
+    """Return the names that ``Trainer(strategy=)`` accepts."""
+    return sorted(_registry)
 
 
 def strategy_of(strategy: str | Strategy) -> Strategy:
@@ -579,4 +572,4 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
         return strategy
     if strategy not in _registry:
         raise ValueError(f"strategy={strategy!r} is unknown. Use one of {', '.join(strategies())}. {REST}. [J266]")
-    return _registry[strategy][0]()
+    return _registry[strategy]()

@@ -129,7 +129,7 @@ class Launcher:
         node: Node | None = None,
     ) -> None:
         self._environment = launcher_of(world_size, environment)
-        started = world_size if self._environment is None else self._environment.world_size()
+        started = world_size if self._environment is None else place_of(self._environment).world_size
         self._node = node or Node(range(world_size))
         if world_size < 1 or world_size != started:
             raise ValueError(
@@ -328,8 +328,8 @@ def place_of(environment: ClusterEnvironment, *, address: bool = False) -> Place
     cause: Exception | None = None
     try:
         place = Place(int(environment.global_rank()), int(environment.world_size()), int(environment.local_rank()))
-        host, port = (environment.main_address, int(environment.main_port)) if address else ("", 1)
-        if 0 <= place.rank < place.world_size and place.local_rank >= 0 and (host or not address) and 0 < port < 2**16:
+        host, port = (environment.main_address, int(environment.main_port)) if address else ("-", 1)
+        if 0 <= place.rank < place.world_size and place.local_rank >= 0 and host and 0 < port < 2**16:
             return place
         problem = f"{place} at {host}:{port} is not possible"
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -55,7 +55,7 @@ from join.collectives.broken import is_broken
 from join.collectives.timeouts import TIMEOUTS
 
 _SPARE = 4096  # bytes that are reserved for the report of each rank
-_LONGEST_WAIT = 1e6  # seconds; the system accepts no infinite wait
+_PAUSE = 1.0  # seconds between two looks for reports of ranks that have not ended
 _TO_SHOW = 2.0  # seconds that a rank has to write its stack
 _OWN_FRAME = re.compile(rf'  File "{re.escape(str(Path(__file__).parent))}/(processes|testing)\.py"')
 
@@ -129,9 +129,12 @@ def run(
             running[start_processes(*work, join=False, start_method=method).processes[0]] = rank
         once_started()
         while running and (left := deadline - time.monotonic()) > 0:
-            for process in _ended(running, left):
+            for process in _ended(running, min(left, _PAUSE)):
                 code, rank = _reap(process, limit is not None), running.pop(process)
                 reports[rank] = _report_of(folder, rank, code)
+            for rank in running.values():
+                if (folder / f"report-{rank}").exists():  # it may still wait for processes that it has started
+                    reports[rank] = _report_of(folder, rank, None)
             if any(failure for failure, _ in reports.values()):
                 deadline = min(deadline, time.monotonic() + TIMEOUTS.first)
         if limit is not None:
@@ -139,7 +142,6 @@ def run(
                 with suppress(ProcessLookupError):  # it has just ended
                     os.kill(cast("int", process.pid), signal.SIGUSR2)
             _wait_for_all(running, _TO_SHOW)
-        # A rank that has left a report may still wait for processes that it has started.
         reports |= {rank: _report_of(folder, rank, None) for rank in running.values()}
     finally:
         _end(running, limit is not None)
@@ -189,7 +191,7 @@ def _ended(processes: Collection[BaseProcess], timeout: float) -> list[BaseProce
                 file = os.pidfd_open(cast("int", process.pid))
                 stack.callback(os.close, file)
             files[file] = process
-        return [files[cast("int", file)] for file in connection.wait(files, min(timeout, _LONGEST_WAIT))]
+        return [files[cast("int", file)] for file in connection.wait(files, timeout)]
 
 
 def _wait_for_all(processes: Collection[BaseProcess], timeout: float) -> None:

@@ -223,6 +223,30 @@ def test_a_launch_does_not_wait_for_what_a_worker_has_forked(dies: bool) -> None
         os.close(pipe[1])
 
 
+def lives_until_the_test_ends(pipe: tuple[int, int]) -> None:
+    os.close(pipe[1])
+    select.select([pipe[0]], [], [], 2 * PATIENCE)
+
+
+def waits_for_a_child(pipe: tuple[int, int]) -> None:
+    if dist.get_rank() == 1:
+        multiprocessing.get_context("fork").Process(target=lives_until_the_test_ends, args=(pipe,)).start()
+        raise ValueError("own fault")  # multiprocessing joins the child before this process ends
+    dist.all_reduce(torch.ones(1))
+
+
+@in_quiet
+def test_the_cause_is_on_a_rank_that_does_not_end() -> None:
+    pipe, started = os.pipe(), time.monotonic()
+    try:
+        with using(first=0.5), pytest.raises(ValueError, match="own fault"):
+            local().launch(waits_for_a_child, pipe)
+    finally:
+        for end in pipe:
+            os.close(end)
+    assert_soon(time.monotonic() - started, PATIENCE)
+
+
 def leaves(how: str) -> int:
     """The code with which a fork ends that leaves the function."""
     if pid := os.fork():

@@ -70,6 +70,7 @@ TITLES = {
     "joinables/testing": "Testing",
     "joinables/trainer": "Training with the trainer",
     "joinables/trainer/launch": "Launching processes",
+    "joinables/processes": "Launching processes",
     "joinables/trainer/checkpoint": "Saving and resuming with the trainer",
     "joinables/trainer/files": "Saving and resuming with the trainer",
     "joinables/integrations/lightning": "Training with Lightning",
@@ -113,6 +114,9 @@ HEIRS = {
         "J570": "J020",
         "J641": "J642",
         "J702": "J266",
+        "J224": "J620",
+        "J500": "J620",
+        "J410": "J711",
         "J743": "J870",
     },
 }

@@ -1,38 +1,18 @@
 """Tests of training on uneven inputs: :func:`run_ranks`, :func:`uneven` and :func:`assert_equals_one_process`.
 
-The functions need no test framework, no port and no fixture. Ranks are processes of this machine, and the parent and
-its ranks share a temporary folder::
-
-    parent                                      rank
-    ------                                      ----
-    starts the ranks, with fn                   makes the process group, over a file in the folder
-    waits until the ranks end                   runs fn
-                                                writes its result or its traceback
-                                                waits until all ranks have done so; ends
-    at the limit: SIGUSR2 to running ranks      writes its stack; ends
-    kills whatever is left
-    reads the results, tracebacks or stacks
-
-A rank that fails because of another rank waits before it ends, so the first rank that ends without a result is the
-cause.
+The functions need no test framework, no port and no fixture. :mod:`joinables.processes` starts the ranks on this
+machine, and they meet over a file.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import inspect
-import os
 import pickle
-import signal
-import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from numbers import Number
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -42,19 +22,15 @@ import torch.distributed as dist
 
 from join.arguments import checked_timeout
 from join.collectives._torch_private import pytree
-from join.collectives.broken import is_broken
-from join.errors import JoinTimeoutError, PeerError, described
-from joinables.processes import ended, ending_forks, start, wait_for_all
+from join.errors import described
+from joinables.processes import OWN, ending_forks, rank_of_group, run
 
 __all__ = ["NotExact", "RankFailed", "assert_equals_one_process", "run_ranks", "uneven"]
 
 T = TypeVar("T")
 
-_OWN_FRAME = f'  File "{__file__}"'
 _NO_LIMIT = 1e6  # seconds
 _BEYOND_LIMIT = 60.0  # seconds after the limit when operations of a rank expire; until then it shows its stack
-_TO_SHOW = 2.0  # seconds that a rank has to write its stack
-_AFTER_FAILURE = 10.0  # seconds that a rank waits before it ends, if another rank has caused its failure
 
 
 class RankFailed(AssertionError):
@@ -110,25 +86,27 @@ def run_ranks(
 
     Raises:
         RankFailed: If a rank raised an exception, its process ended, or it did not return within ``timeout``. It names
-            the rank that failed first.
+            the rank that has caused the failure.
         TypeError: If ``fn`` or an argument cannot be pickled.
         ValueError: If ``timeout`` is not positive.
     """
     limit = checked_timeout(timeout) or _NO_LIMIT
     call = (fn, args) if start_method == "fork" else _pickled(fn, args)
     with tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True) as name:
-        results = [Path(name, f"result-{rank}") for rank in range(world_size)]
-        with _started(start_method, call, world_size, name, backend, limit) as ranks:
-            failed, running = _wait(ranks, results, limit)
-        if not (failed or running):
-            return [pickle.loads(result.read_bytes()) for result in results]
-        texts = [_text(rank, ranks[rank].exitcode if failed else None, Path(name)) for rank in failed or running]
-        cause = _cause((failed or running)[0], texts[0], Path(name))
-    problem = f"{failed} failed: {cause}" if failed else f"{running} did not return in {limit:g} s"
+        how: dict[str, Any] = {"method": start_method, "folder": Path(name), "limit": limit}
+        results, failures = run(_work, range(world_size), call, world_size, name, backend, limit, **how)
+    if not failures:
+        return [pickle.loads(result) for result in results]
+    shown = [failure for failure in failures if failure.blame == OWN] or failures
+    told = [each.text.partition("\n")[0] for each in shown]
+    traces = "".join(
+        f"\n\n-- rank {each.rank}: {text}\n{each.trace}".rstrip() for text, each in zip(told, shown, strict=True)
+    )
     #: SIGKILL is sent when memory has run out. SIGABRT and SIGSEGV come from native code. If a rank exited while it
     #: imported the main script, put the call of run_ranks under if __name__ == "__main__". In a notebook, pass
     #: start_method='fork'.
-    raise RankFailed(f"Ranks {problem}. Read their tracebacks or stacks below. [J671]" + "".join(texts))
+    ranks = [each.rank for each in shown]
+    raise RankFailed(f"Ranks {ranks} failed: {told[0]}. Read their tracebacks or stacks below. [J671]{traces}")
 
 
 def _pickled(*call: Any) -> bytes:
@@ -141,84 +119,14 @@ def _pickled(*call: Any) -> bytes:
         ) from error
 
 
-@contextmanager
-def _started(method: str, call: Any, world_size: int, *how: Any) -> Generator[list[BaseProcess]]:
-    """Return the context of new ranks. It ends all of them, and the processes that they have started."""
-    ranks: list[BaseProcess] = []
-    try:
-        for rank in range(world_size):
-            ranks.append(start(_work, rank, call, world_size, *how, method=method))
-        yield ranks
-    finally:
-        for process in ranks:
-            with suppress(ProcessLookupError):  # the rank has left no process
-                os.killpg(cast("int", process.pid), signal.SIGKILL)
-            process.kill()
-            process.join()
-
-
-def _wait(ranks: Sequence[BaseProcess], results: Sequence[Path], limit: float) -> tuple[list[int], list[int]]:
-    """Wait until all ranks end, until one ends without a result, or until ``limit``, when ranks write their stacks.
-
-    Returns:
-        Lists of the ranks without a result: ranks that ended, and ranks that still ran.
-    """
-    running, deadline = {process: rank for rank, process in enumerate(ranks)}, time.monotonic() + limit
-    while running and (left := deadline - time.monotonic()) > 0:
-        gone = [running.pop(process) for process in ended(running, left)]
-        if failed := [rank for rank in gone if not results[rank].exists()]:
-            return failed, []
-    for process in running:
-        os.kill(cast("int", process.pid), signal.SIGUSR2)
-    wait_for_all(running, _TO_SHOW)
-    return [], sorted(running.values())
-
-
-def _text(rank: int, code: int | None, folder: Path) -> str:
-    """Return the traceback of a rank, or with ``code=None`` its stack at the limit."""
-    trace = folder / f"trace-{rank}"
-    text = trace.read_text().strip() if trace.exists() else "It ended before it began"
-    if code is None:
-        return f"\n\n-- rank {rank} did not return\n{text.rpartition(_OWN_FRAME)[0]}".rstrip()  # innermost frame first
-    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-    return f"\n\n-- rank {rank} {f'was killed by {name}' if code < 0 else f'exited with code {code}'}\n{text}".rstrip()
-
-
-def _cause(rank: int, text: str, folder: Path) -> str:
-    """Return the first line of the exception that a rank raised, or the way in which its process ended."""
-    raised = folder / f"raised-{rank}"
-    return raised.read_text() if raised.exists() else text.splitlines()[-1].removeprefix("-- ")
-
-
-def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limit: float) -> None:
-    """Run the function as one rank."""
-    os.setsid()  # so that the processes that it starts can be ended with it
-    trace = Path(folder, f"trace-{rank}").open("w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR2, trace, all_threads=False, chain=True)
+def _work(rank: int, call: Any, world_size: int, folder: str, backend: str, limit: float) -> bytes:
+    """Run the function as one rank, and return its pickled result."""
     torch.set_num_threads(1)
-    store, seconds = dist.FileStore(f"{folder}/store", world_size), timedelta(seconds=limit + _BEYOND_LIMIT)
-    try:
-        fn, args = pickle.loads(call) if isinstance(call, bytes) else call
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
-        group = dist.group.WORLD  # one of its own threads must not free it
-        with ending_forks():
-            result = pickle.dumps(fn(rank, *args))
-    except BaseException as error:
-        traceback.print_exc(file=trace)
-        trace.flush()
-        first_line = described(error).partition("\n")[0]  # the last line of the traceback may be a note
-        Path(folder, f"raised-{rank}").write_text(first_line, errors="replace")
-        if isinstance(error, (PeerError, JoinTimeoutError)) or is_broken(error):
-            time.sleep(_AFTER_FAILURE)
-        sys.exit(1)
-    part = Path(folder, f"part-{rank}")
-    part.write_bytes(result)
-    part.replace(Path(folder, f"result-{rank}"))  # which exists as a whole or not at all
-    store.set(f"done/{rank}", "")
-    store.wait([f"done/{other}" for other in range(world_size)], seconds)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    del group
+    fn, args = pickle.loads(call) if isinstance(call, bytes) else call
+    store, seconds = dist.FileStore(f"{folder}/store", world_size), limit + _BEYOND_LIMIT
+    timeout = timedelta(seconds=seconds)
+    with rank_of_group(rank, world_size, store, backend, seconds, timeout=timeout), ending_forks():
+        return pickle.dumps(fn(rank, *args))
 
 
 # -- exactness --------------------------------------------------------------------------------------------------------

@@ -103,10 +103,8 @@ def server() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool(server: None) -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
+def pool(server: None) -> Pool:
+    return Pool()
 
 
 @pytest.fixture

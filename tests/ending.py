@@ -1,14 +1,15 @@
 """Ranks that end as scripts do: an exception leaves the process, and the interpreter takes itself down.
 
-Importing torch takes seconds, so one process does it and is forked for each rank. What it forks runs to the end of the
-program like any script; it is judged from outside. In ``make test``, what C++ frees after the interpreter's end is left
-to the system, since that takes a tenth of a second.
+Importing torch takes seconds, so one process does it and is forked for each rank: :func:`main`. What it forks runs to
+the end of the program like any script; it is judged from outside. Such processes may also be on several hosts, each
+with one rank (``tests/two_hosts``). What is to be done comes through files in a folder, and so does how it went.
+
+In ``make test``, what C++ frees after the interpreter's end is left to the system: that takes a tenth of a second.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import faulthandler
 import fcntl
@@ -16,7 +17,6 @@ import importlib
 import itertools
 import os
 import pickle
-import select
 import shutil
 import signal
 import subprocess
@@ -24,11 +24,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from tests.harness import ALL
 
@@ -74,6 +76,12 @@ def say(name: str, value: object) -> None:
     print(f"SAID {name}={value}", flush=True)
 
 
+def text_of(ends: list[End], since: float | None = None) -> str:
+    """What ranks have told, and how many seconds ``since`` they have ended."""
+    after = ["" if since is None else f" after {end.at - since:.1f} s" for end in ends]
+    return "\n".join(f"-- rank {rank}: {end.code}{after[rank]}\n{end.text}" for rank, end in enumerate(ends))
+
+
 def assert_blamed(texts: list[str], who: int, told: str) -> None:
     """One rank is told something, and all others that it has failed."""
     assert texts[who].startswith(told)
@@ -81,35 +89,27 @@ def assert_blamed(texts: list[str], who: int, told: str) -> None:
         assert rank == who or text.startswith(f"PeerError: rank {who} failed: {texts[who]}")
 
 
-class Ending:
-    """A process that has imported everything, and is forked for each rank."""
+PAUSE = 0.02  # seconds between two looks
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ending"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self._ended: dict[int, tuple[int, float]] = {}
-        self._folder = Path(tempfile.mkdtemp(prefix="ending-"))
-        self._calls = itertools.count()
+
+class Forks:
+    """Ranks that are forked from processes that have imported everything.
+
+    Args:
+        folder: through which they are told what to do, and tell how it went.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._numbers = itertools.count()
         self._started: list[Running] = []
-
-    def _ask(self, request: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, [signal.SIGALRM]
-        )  # of pytest-timeout: the next answer would be this one
-        try:
-            pickle.dump(request, self._process.stdin)
-            self._process.stdin.flush()
-            return pickle.load(self._process.stdout)
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        self._held = os.open(folder / "held", os.O_WRONLY | os.O_CREAT)
+        fcntl.flock(self._held, fcntl.LOCK_EX)  # which this process loses where it ends
 
     def run(self, fn: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
         """What ``fn(rank, *args)`` returns on each rank, whose process then ends; ``how`` as for :meth:`start`."""
         ends = self.ends(fn, *args, tidies=False, **how)
-        told = "\n".join(f"-- rank {rank}: {end.code}\n{end.text}" for rank, end in enumerate(ends))
-        assert [end.code for end in ends] == [0] * len(ends), told
+        assert [end.code for end in ends] == [0] * len(ends), text_of(ends)
         return [end.result for end in ends]
 
     def ends(self, fn: Callable[..., Any], *args: Any, **how: Any) -> list[End]:
@@ -127,6 +127,7 @@ class Ending:
         limit: float = 60.0,
         backend: str = "gloo",
         prepare: Callable[[int], None] | None = None,
+        timeout: float = 120.0,
     ) -> Running:
         """Start ``fn(rank, *args)`` in a process for each rank; several of these may run at once.
 
@@ -140,67 +141,88 @@ class Ending:
             limit: seconds, after which those that have not ended print their stacks and are killed.
             backend: of the default process group; with "nccl" it is told the GPU of its rank.
             prepare: what a rank does with its number ahead of its process group.
+            timeout: of the process group.
         """
-        folder = self._folder / str(next(self._calls))
-        folder.mkdir()
-        call = _Call(fn, args, ranks, over_group, group, tidies, folder, backend, prepare)
-        self._started.append(Running(self, call, self._ask(pickle.dumps(call)), time.monotonic() + limit))
+        number = next(self._numbers)
+        call = _Call(fn, args, ranks, over_group, group, tidies, self.folder / str(number), backend, prepare, timeout)
+        call.folder.mkdir()
+        _write(self.folder / f"call-{number}", call)
+        self._started.append(Running(call, time.monotonic() + limit, self.pause))
         return self._started[-1]
 
-    def look(self) -> dict[int, tuple[int, float]]:
-        """By number of the rank that has ended, of all that were started here: its exit code, and when that was."""
-        self._ended.update(self._ask("ended"))
-        return self._ended
+    def pause(self) -> None:
+        """Wait a little for ranks."""
+        time.sleep(PAUSE)
 
     def close(self) -> None:
-        """End the process, and ranks that no test has waited for."""
+        """End ranks that no test has waited for, and the processes that fork them."""
         for running in self._started:
             running.end_by_force()
-        self._process.communicate(timeout=10)
-        shutil.rmtree(self._folder)
+        os.close(self._held)
+
+
+class Ending(Forks):
+    """A process that has imported everything, and is forked for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(tempfile.mkdtemp(prefix="ending-")))
+        self._process = subprocess.Popen([sys.executable, "-m", "tests.ending", str(self.folder)])
+
+    @override
+    def pause(self) -> None:
+        assert self._process.poll() is None, "the process that forks ranks has ended"
+        super().pause()
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._process.wait(timeout=10)
+        shutil.rmtree(self.folder)
 
 
 @dataclass
 class Running:
-    """Ranks that were started by :meth:`Ending.start`."""
+    """Ranks that were started by :meth:`Forks.start`."""
 
-    _ending: Ending
     _call: _Call
-    _started: list[tuple[int, int]]
-    """The ranks' numbers, of which no two started here have the same, and process ids, which are used again."""
     _deadline: float
+    _pause: Callable[[], None]
 
-    def ends(self) -> list[End]:
-        """Wait until all ranks have ended, and tell how.
+    def ends(self, limit: float | None = None) -> list[End]:
+        """Wait until all ranks have ended, or for another limit from now on, and tell how.
 
         Raises:
             AssertionError: if a rank has forked processes that go on without it.
         """
+        deadline, call = self._deadline if limit is None else time.monotonic() + limit, self._call
         try:
-            while self._left() and time.monotonic() < self._deadline:
-                time.sleep(0.02)
+            while self._left() and time.monotonic() < deadline:
+                self._pause()
         finally:  # also where a time limit of pytest's ends the test
             self.end_by_force()
-        ended, call = self._ending.look(), self._call
         for rank in range(call.ranks):
             assert call.leaves_nobody(rank), f"processes that rank {rank} has forked are still there"
-        found = [End(*ended[number], *call.came_out(rank)) for rank, (number, _) in enumerate(self._started)]
+        found = [call.end(rank) for rank in range(call.ranks)]
         shutil.rmtree(call.folder)
         return found
 
+    def wait_until_said(self, name: str) -> None:
+        """Wait until all ranks have said something of that name, or have ended."""
+        for rank in range(self._call.ranks):
+            while rank in self._left() and f"SAID {name}=" not in self._call.text(rank, "stdout"):
+                assert time.monotonic() < self._deadline, self._call.text(rank, "stderr")
+                self._pause()
+
     def _left(self) -> list[int]:
-        """The process ids of ranks that have not ended."""
-        return [pid for number, pid in self._started if number not in self._ending.look()]
+        """The ranks that have not ended."""
+        return [rank for rank in range(self._call.ranks) if not self._call.file("ended", rank).exists()]
 
     def end_by_force(self) -> None:
         """End ranks that have not ended; they print their stacks first."""
-        for number in (signal.SIGUSR1, signal.SIGKILL) if self._left() else ():
-            for pid in self._left():
-                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                    os.kill(pid, number)
-            time.sleep(0.5)
-        while self._left():
-            time.sleep(0.02)
+        if self._call.folder.exists():
+            (self._call.folder / "stop").touch()
+            while self._left():
+                self._pause()
 
 
 @dataclass(frozen=True)
@@ -216,31 +238,34 @@ class _Call:
     folder: Path
     backend: str
     prepare: Callable[[int], None] | None
+    timeout: float
 
-    def came_out(self, rank: int) -> tuple[str, Any, str]:
-        out, err = ((self.folder / f"{name}-{rank}").read_text(errors="replace") for name in ("stdout", "stderr"))
-        file = self.folder / f"result-{rank}"
-        return out + err, pickle.loads(file.read_bytes()) if file.exists() else None, err
+    def file(self, name: str, rank: int) -> Path:
+        return self.folder / f"{name}-{rank}"
+
+    def text(self, rank: int, name: str) -> str:
+        file = self.file(name, rank)
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def end(self, rank: int) -> End:
+        """How a rank has ended."""
+        code, at = pickle.loads(self.file("ended", rank).read_bytes())
+        out, err, result = self.text(rank, "stdout"), self.text(rank, "stderr"), self.file("result", rank)
+        return End(code, at, out + err, pickle.loads(result.read_bytes()) if result.exists() else None, err)
 
     def leaves_nobody(self, rank: int) -> bool:
         """Whether the processes that a rank has forked have ended, too, or do so soon."""
         deadline = time.monotonic() + 10
-        with (self.folder / f"alive-{rank}").open("a") as file:
-            while time.monotonic() < deadline:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    time.sleep(0.05)
-                else:
-                    return True
-        return False
+        while is_held(self.file("alive", rank)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return time.monotonic() < deadline
 
     def run(self, rank: int) -> None:
         """The whole life of a rank."""
-        alive = os.open(self.folder / f"alive-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        alive = os.open(self.file("alive", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         fcntl.flock(alive, fcntl.LOCK_EX)  # whom it forks keeps the lock, too
         for stream, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(self.folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+            os.dup2(os.open(self.file(name, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         faulthandler.register(signal.SIGUSR1)
         if not ALL:
@@ -251,8 +276,7 @@ class _Call:
             self.prepare(rank)
         if self.group:
             self._set_up_group(rank)
-        result = self.fn(rank, *self.args)
-        (self.folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+        _write(self.file("result", rank), self.fn(rank, *self.args))
         if not self.tidies:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
             atexit._run_exitfuncs()
@@ -265,49 +289,82 @@ class _Call:
         from tests.gpus import gpu_of
 
         gpu = gpu_of(rank) if "nccl" in self.backend else None
+        store: dist.Store = dist.FileStore(str(self.folder / "store"), self.ranks)
+        if IS_TORCHRUNS:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.PrefixStore(self.folder.name, dist.TCPStore(*address, is_master=False))
         dist.init_process_group(
             self.backend,
-            store=dist.FileStore(str(self.folder / "store"), self.ranks),
+            store=store,
             rank=rank,
             world_size=self.ranks,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(seconds=self.timeout),
             device_id=gpu,
         )
         dist.barrier(device_ids=None if self.backend == "gloo" else [gpu.index if gpu else rank])
 
 
-def _serve() -> tuple[_Call, int] | None:
-    """Fork ranks on request; returns in each of them, with what it is to do, and ``None`` at the end."""
-    running: dict[int, int] = {}  # the numbers of ranks by process id
-    numbers = itertools.count()
-    ended: list[tuple[int, tuple[int, float]]] = []
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    while True:
-        is_asked = select.select([sys.stdin], [], [], 0.02 if running else None)[0]
-        for pid in list(running):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                ended.append((running.pop(pid), (os.waitstatus_to_exitcode(status), time.time())))
-        if not is_asked:
-            continue
+def _write(file: Path, value: object) -> None:
+    """Write a file that exists as a whole or not at all."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_bytes(pickle.dumps(value))
+    part.rename(file)
+
+
+def is_held(file: Path) -> bool:
+    """Whether a process holds a file."""
+    with file.open("a") as opened:
         try:
-            request = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return None
-        answer: list[Any] = []
-        if request == "ended":
-            answer, ended = ended, []
-        else:
-            call: _Call = pickle.loads(request)
-            for rank in range(call.ranks):
-                pid = os.fork()
-                if pid == 0:
-                    return call, rank
-                running[pid] = next(numbers)
-                answer.append((running[pid], pid))
-        pickle.dump(answer, answers)
-        answers.flush()
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+# -- the process that is forked ---------------------------------------------------------------------------------------
+
+IS_TORCHRUNS = "TORCHELASTIC_RUN_ID" in os.environ
+"""Whether torchrun has started this process, which then forks the rank with the same number."""
+
+
+def _serve(folder: Path) -> tuple[_Call, int] | None:
+    """Fork ranks on request; returns in each of them, with what it is to do, and ``None`` at the end."""
+    running: dict[int, tuple[_Call, int]] = {}  # by process id
+    for number in itertools.count():
+        for _ in _waiting(folder, folder / f"call-{number}"):
+            _look_after(running)
+        if not (folder / f"call-{number}").exists():
+            break
+        call: _Call = pickle.loads((folder / f"call-{number}").read_bytes())
+        for rank in [int(os.environ["RANK"])] if IS_TORCHRUNS else range(call.ranks):
+            pid = os.fork()
+            if pid == 0:
+                return call, rank
+            running[pid] = call, rank
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    return None
+
+
+def _waiting(folder: Path, file: Path) -> Iterator[None]:
+    """Yield now and then, until a file is there, or the process that asks is not."""
+    while not file.exists() and is_held(folder / "held"):
+        yield
+        time.sleep(PAUSE)
+
+
+def _look_after(running: dict[int, tuple[_Call, int]]) -> None:
+    """Tell which ranks have ended, and end those that are to."""
+    for pid, (call, rank) in list(running.items()):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            del running[pid]
+            _write(call.file("ended", rank), (os.waitstatus_to_exitcode(status), time.time()))
+    stopped = [pid for pid, (call, _) in running.items() if (call.folder / "stop").exists()]
+    for number in (signal.SIGUSR1, signal.SIGKILL) if stopped else ():
+        for pid in stopped:
+            os.kill(pid, number)
+        time.sleep(0.5)
 
 
 def main() -> None:
@@ -316,7 +373,7 @@ def main() -> None:
     importlib.import_module("tests.preloaded")
 
     torch.set_num_threads(1)
-    served = _serve()
+    served = _serve(Path(sys.argv[1]))
     if served is not None:
         call, rank = served
         call.run(rank)

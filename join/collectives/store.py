@@ -15,14 +15,9 @@ from join.collectives.timeouts import TIMEOUTS
 _LOOPBACK = "127.0.0.1"
 
 
-def local_store(listening: socket.socket | None = None) -> dist.TCPStore:
-    """Return a new store for processes of this machine, on a free port of 127.0.0.1.
-
-    Args:
-        listening: A socket that listens on such a port, which the store takes over; by default a new one.
-    """
-    # Without this socket, the store would listen on all interfaces.
-    listening = listening or socket.create_server((_LOOPBACK, 0))
+def local_store() -> dist.TCPStore:
+    """Return a new store for processes of this machine, on a free port of 127.0.0.1."""
+    listening = socket.create_server((_LOOPBACK, 0))  # without it, the store would listen on all interfaces
     port, file = listening.getsockname()[1], listening.detach()
     return dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 

@@ -47,6 +47,10 @@ class XLACollective(Collective):
         """Return the device of this process."""
         return torch.device(self._xla.device())
 
+    def devices_of_process(self) -> int:
+        """Return the number of devices of this process. If there are several, each has a rank, which is a thread."""
+        return self._runtime.addressable_device_count()
+
     @override
     def setup(self, rank: int, world_size: int) -> None:
         super().setup(rank, world_size)

@@ -14,13 +14,13 @@ Call ``Trainer(devices=4).fit(module, loader)`` with a :class:`TrainModule` whos
     checkpoint, files   files that a fit resumes from, and the weights that a failure after training would lose
 """
 
+from joinables.processes import LaunchError
 from joinables.trainer.callbacks import EarlyStopping, ModelCheckpoint
 from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO
 from joinables.trainer.data import UnevenDistributedSampler
 from joinables.trainer.launch import (
     ClusterEnvironment,
     Launcher,
-    LaunchError,
     NotPicklable,
     RemoteTraceback,
     WorkerDied,

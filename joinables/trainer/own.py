@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from typing_extensions import override
@@ -84,13 +84,14 @@ class Gradients(OnGroup, Burst):
 
 
 class CollectiveStrategy(Strategy):
-    """Training over any collective, in processes that a launcher has started. Derived classes make the collective.
+    """Training over another library's collective, in processes that its launcher has started.
 
     Args:
         timeout: Seconds that a rank waits for the others in a run, as in ``Join``.
     """
 
     is_distributed = True
+    library: ClassVar[type[HorovodCollective] | type[XLACollective]]
 
     def __init__(self, *, timeout: float | None = None) -> None:
         super().__init__()
@@ -98,13 +99,25 @@ class CollectiveStrategy(Strategy):
         self._gradients: Gradients | None = None
 
     @override
-    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
+    def place(self, world_size: int) -> Place:
+        return Place(*self.library().place())
+
+    @override
+    def make_collective(self) -> Collective:
+        return self.library()
+
+    @override
+    def check(self, *, several_backwards: bool) -> None:
         if several_backwards:
             raise ValueError(
-                f"{type(self).__name__} averages gradients once in each step, so it does not support manual"
-                " optimization. Remove automatic_optimization = False from the module, or train with strategy='ddp'."
-                " [J880]"
+                f"{type(self).__name__} averages gradients once in each step, of one rank in each process, so it"
+                " supports neither manual optimization nor ranks that are threads. Remove automatic_optimization ="
+                " False from the module, launch a process for each device, or train with strategy='ddp'. [J880]"
             )
+
+    @override
+    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool, held: Any = ()) -> None:
+        self.check(several_backwards=several_backwards)  # a hook may have changed that
         super().wrap(module, device, several_backwards=several_backwards, held=held)
         self._gradients = Gradients(self.collective, module)
 
@@ -138,30 +151,22 @@ class CollectiveStrategy(Strategy):
 class HorovodStrategy(CollectiveStrategy):
     """Training on the ranks of ``horovodrun``, whose processes run the same script."""
 
-    @override
-    def place(self, world_size: int) -> Place:
-        return Place(*HorovodCollective().place())
-
-    @override
-    def make_collective(self) -> Collective:
-        return HorovodCollective()
+    library = HorovodCollective
 
 
 class XLAStrategy(CollectiveStrategy):
     """Training on the ranks of ``torch_xla.launch``, such as TPU cores; the launched function uses the trainer."""
 
+    library = XLACollective
+
     @override
-    def place(self, world_size: int) -> Place:
-        return Place(*XLACollective().place())
+    def check(self, *, several_backwards: bool) -> None:
+        super().check(several_backwards=several_backwards or XLACollective().devices_of_process() > 1)
 
     @override
     def device(self, accelerator: str, place: Place) -> torch.device:
         return XLACollective().device()
 
-    @override
-    def make_collective(self) -> Collective:
-        return XLACollective()
 
-
-register_strategy("horovod", HorovodStrategy, "the ranks of horovodrun, and Horovod's operations")
-register_strategy("xla", XLAStrategy, "the ranks of torch_xla.launch, such as TPU cores, and XLA's operations")
+register_strategy("horovod", HorovodStrategy)
+register_strategy("xla", XLAStrategy)

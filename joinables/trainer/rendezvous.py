@@ -26,13 +26,14 @@ import torch.distributed as dist
 
 from join.collectives.board import printable
 
+RUN_ID, USE_AGENT_STORE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"  # variables of torchrun
 _LONGEST_PAUSE = 0.05  # seconds, before rank 0 looks again
 
 
 def job_of(environ: Mapping[str, str], world_size: int) -> str:
     """Return a text that is equal for all ranks of a job, and in practice different for ranks of another job."""
-    known = [f"{name}={environ[name]}" for name in ("TORCHELASTIC_RUN_ID",) if name in environ]
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):  # an agent may start a different number of ranks later
+    known = [f"{RUN_ID}={environ[RUN_ID]}"] if RUN_ID in environ else []
+    if environ.get(USE_AGENT_STORE) != str(True):  # an agent may start a different number of ranks later
         known.append(f"{world_size} ranks")
     return ", ".join([*known, f"user {os.getuid()}"])
 

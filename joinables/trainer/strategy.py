@@ -20,7 +20,6 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, get_args
 
 import torch
@@ -42,9 +41,9 @@ from joinables.trainer.launch import (
     Launcher,
     Place,
     StartMethod,
-    environment_of,
     launcher_of,
     node_of,
+    place_of,
 )
 from joinables.trainer.metrics import Reduction
 
@@ -92,8 +91,7 @@ class Strategy:
             fn: The function.
             *args: Its arguments. The class ``Place`` among them becomes the :class:`Place` of the rank.
             world_size: The number of ranks.
-            **how: ``num_nodes``, the type of device ``accelerator``, and ``worker_logs``, the folder for the output of
-                processes that are started.
+            **how: ``num_nodes``, and the type of device ``accelerator``.
         """
         place = self.place(world_size) or Place(0, 1, 0)
         return fn(*(place if arg is Place else arg for arg in args))
@@ -115,6 +113,13 @@ class Strategy:
         """Make and set up ``collective``; called first in a run, on all ranks."""
         self.collective = self.make_collective()
         self.collective.setup(rank, world_size)
+
+    def check(self, *, several_backwards: bool) -> None:
+        """Raise an error if this strategy cannot train so, before anything is sent; called on all ranks.
+
+        Args:
+            several_backwards: Whether a step may run several backwards.
+        """
 
     # The block of a run.
 
@@ -325,7 +330,9 @@ class DDPStrategy(Strategy):
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
-        self._environment = None if cluster_environment is None else environment_of(cluster_environment)
+        if cluster_environment is not None:
+            place_of(cluster_environment, address=True)
+        self._environment = cluster_environment
         self.start_method: StartMethod = start_method
         self.shards_optimizers = shard_optimizers
         self._find_unused, self._finds_unused = find_unused_parameters, False
@@ -341,7 +348,7 @@ class DDPStrategy(Strategy):
     @override
     def place(self, world_size: int) -> Place | None:
         environment = launcher_of(world_size, self._environment)
-        return None if environment is None else environment.place
+        return None if environment is None else place_of(environment)
 
     @override
     def launch(
@@ -351,16 +358,14 @@ class DDPStrategy(Strategy):
         world_size: int,
         num_nodes: int = 1,
         accelerator: str = "cpu",
-        worker_logs: Path | None = None,
         **how: Any,
     ) -> Any:
         backend = "gloo"
         if accelerator != "cpu":
             backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
-        options: dict[str, Any] = {"worker_logs": worker_logs, "environment": self._environment}
-        if num_nodes > 1:
-            options["node"] = node_of(world_size // num_nodes, num_nodes, os.environ)
-        return Launcher(world_size, start_method=self.start_method, backend=backend, **options).launch(fn, *args)
+        node = node_of(world_size // num_nodes, num_nodes, os.environ) if num_nodes > 1 else None
+        how = {"start_method": self.start_method, "environment": self._environment, "node": node}
+        return Launcher(world_size, backend=backend, **how).launch(fn, *args)
 
     @override
     def make_collective(self) -> Collective:
@@ -423,8 +428,6 @@ class DDPStrategy(Strategy):
             yield
             named = self._module.named_parameters()
             LossGate.refuse(name for name, p in named if p.grad is not None and id(p) not in known)
-            if not reducer.has_finished(self.ddp):
-                self._refuse_unused({p for p in self._module.parameters() if p.grad is not None}, None)
         self.report = join.report
 
     @override
@@ -442,8 +445,8 @@ class DDPStrategy(Strategy):
                 self._divide()
             if sync and not self._finds_unused and not reducer.has_finished(self.ddp):
                 self._refuse_unused({p for p in self._module.parameters() if p.grad is not None}, None)
-        except RuntimeError as error:  # an error of torch in the next forward, or of a block
-            if "Expected to have finished reduction" in str(error) or "J473" in str(error):
+        except RuntimeError as error:
+            if "J473" in str(error):
                 self._refuse_unused(leaves_of(loss), error)
             raise
 
@@ -522,46 +525,39 @@ def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
 _zero = partial(DDPStrategy, shard_optimizers=True)
 _finds_unused = partial(DDPStrategy, find_unused_parameters=True)
 
-_registry: dict[str, tuple[Callable[[], Strategy], str]] = {
-    "single": (Strategy, "one process, no wrapper"),
-    "ddp": (DDPStrategy, "DDP; processes are spawned, unless a launcher has started them"),
-    "ddp_spawn": (DDPStrategy, "the same as ddp"),
-    "ddp_fork": (lambda: DDPStrategy("fork"), "DDP in forked processes: in notebooks, before anything was computed"),
-    "ddp_forkserver": (lambda: DDPStrategy("forkserver"), "DDP in processes that a server forks"),
-    "ddp_zero": (
-        _zero,
-        "DDP with ZeroRedundancyOptimizer: each rank keeps a part of the optimizer's state",
-    ),
-    "ddp_sharded": (_zero, "the same as ddp_zero"),
-    "ddp_sharded_spawn": (_zero, "the same as ddp_zero"),
-    "ddp_find_unused_parameters_true": (_finds_unused, "DDP for steps that reach a part of the parameters only"),
-    "ddp_spawn_find_unused_parameters_true": (_finds_unused, "the same as ddp_find_unused_parameters_true"),
-    "ddp_spawn_find_unused_parameters_false": (
-        partial(DDPStrategy, find_unused_parameters=False),
-        "DDP for steps that reach all parameters, also under manual optimization",
-    ),
+_registry: dict[str, Callable[[], Strategy]] = {
+    "single": Strategy,
+    "ddp": DDPStrategy,
+    "ddp_spawn": DDPStrategy,
+    "ddp_fork": partial(DDPStrategy, "fork"),
+    "ddp_forkserver": partial(DDPStrategy, "forkserver"),
+    "ddp_zero": _zero,
+    "ddp_sharded": _zero,
+    "ddp_sharded_spawn": _zero,
+    "ddp_find_unused_parameters_true": _finds_unused,
+    "ddp_spawn_find_unused_parameters_true": _finds_unused,
+    "ddp_spawn_find_unused_parameters_false": partial(DDPStrategy, find_unused_parameters=False),
 }
 
 
-def register_strategy(name: str, make: Callable[[], Strategy], description: str) -> None:
+def register_strategy(name: str, make: Callable[[], Strategy]) -> None:
     """Register ``make`` as the strategy that ``Trainer(strategy=name)`` creates.
 
     Args:
         name: The new name.
         make: A function that creates the strategy.
-        description: The description that :func:`strategies` returns.
 
     Raises:
         ValueError: If the name is taken.
     """
     if name in _registry:
         raise ValueError(f"The strategy {name!r} is registered already. Use another name. [J264]")
-    _registry[name] = make, description
+    _registry[name] = make
 
 
-def strategies() -> dict[str, str]:
-    """Return the names that ``Trainer(strategy=)`` accepts, each with its description."""
-    return {name: description for name, (_, description) in sorted(_registry.items())}
+def strategies() -> list[str]:
+    """Return the names that ``Trainer(strategy=)`` accepts."""
+    return sorted(_registry)
 
 
 def strategy_of(strategy: str | Strategy) -> Strategy:
@@ -574,4 +570,4 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
         return strategy
     if strategy not in _registry:
         raise ValueError(f"strategy={strategy!r} is unknown. Use one of {', '.join(strategies())}. {REST}. [J266]")
-    return _registry[strategy][0]()
+    return _registry[strategy]()

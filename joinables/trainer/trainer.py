@@ -73,9 +73,6 @@ class Trainer:
             state of this process, rank 0 continues with that state, and this process with the state of rank 0. The
             other ranks of a fit draw different numbers. The order of a loader with a ``generator`` is drawn from that
             generator.
-        worker_logs: A folder for the output of the processes that the trainer starts. Each rank appends to two files,
-            such as ``rank-1-stdout.log`` and ``rank-1-stderr.log``. By default, the processes write where this process
-            writes, and each line begins with the rank if there are several.
         checkpoint_io: An object that saves, loads and removes checkpoints; by default, files of ``torch.save``.
 
     Raises:
@@ -98,7 +95,6 @@ class Trainer:
         logger: Any = None,
         enable_progress_bar: bool | None = None,
         seed: int | None = None,
-        worker_logs: str | os.PathLike[str] | None = None,
         checkpoint_io: CheckpointIO | None = None,
         **others: Never,
     ) -> None:
@@ -117,9 +113,8 @@ class Trainer:
                 f"{checkpoint_io=} lacks a method. Pass an object with the methods save_checkpoint(checkpoint, path),"
                 " load_checkpoint(path) and remove_checkpoint(path). [J712]"
             )
-        logs_of_workers = None if worker_logs is None else Path(worker_logs).absolute()
         self.num_nodes = num_nodes
-        self._how = {"num_nodes": num_nodes, "accelerator": self.accelerator, "worker_logs": logs_of_workers}
+        self._how = {"num_nodes": num_nodes, "accelerator": self.accelerator}
         self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
         self.max_steps, self.seed = max_steps, seed
         self.accumulate_grad_batches = accumulate_grad_batches
@@ -216,6 +211,7 @@ class Trainer:
             self._begin(module)
             saved = saved or self._last_state
         before, self._trained = (self.epochs, self.global_step), None
+        self.strategy.check(several_backwards=stage == "fit" and not module.automatic_optimization)
         with temporary_folder() as folder:
             seed = order_seed(loaders.get("train_loader"), self.seed)
             task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.accelerator import simulated
@@ -26,11 +24,9 @@ def built() -> None:
 
 
 @pytest.fixture(scope="session")
-def simulated_pool(server: None, built: None) -> Iterator[Pool]:
+def simulated_pool(server: None, built: None) -> Pool:
     """Ranks that know the simulated device: all others must not, since torch would have an accelerator there."""
-    pool = Pool(prepare_simulated)
-    yield pool
-    pool.close()
+    return Pool(prepare_simulated)
 
 
 @pytest.fixture

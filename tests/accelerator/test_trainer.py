@@ -115,7 +115,7 @@ def launch(rank: int) -> None:
     run.fit(module, loader())
     assert run.global_step == 5 and module.net[0].weight.device.type == "cpu"
     dist.destroy_process_group()
-    with pytest.raises(LaunchError, match="This process has used its GPU"):
+    with pytest.raises(LaunchError, match="because it has used its GPU"):
         Trainer(accelerator="gpu", devices=2, strategy="ddp_fork", logger=False).fit(module, loader())
 
 

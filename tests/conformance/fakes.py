@@ -101,6 +101,9 @@ class XLA(Library):
     def device(self) -> str:
         return "cpu"
 
+    def addressable_device_count(self) -> int:
+        return 1
+
     def sync(self) -> None:
         """Start a program. Like XLA, wait for the one before."""
         if self._next is not None:

@@ -83,8 +83,8 @@ def exits(rank: int) -> None:
     [
         (raises, "ValueError: sample 7 is broken"),
         (raises_on_a_dummy, "ValueError: no rows"),
-        (dies, "rank 1 was killed by SIGKILL"),
-        (exits, "SystemExit: 0"),
+        (dies, "it was killed by SIGKILL"),
+        (exits, "it exited with code 0"),
     ],
 )
 def test_the_rank_that_failed_first_is_blamed(fn: Callable[[int], None], told: str) -> None:
@@ -100,11 +100,20 @@ def hangs(rank: int) -> None:
         time.sleep(1)
 
 
+def sleeps(rank: int) -> None:
+    time.sleep(100)
+
+
 def test_ranks_that_hang_show_where(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"^Ranks \[0, 1, 2\] did not return in 4 s") as caught:
-        run(hangs, 3, timeout=4)
-    first, second, third = (text.partition("-- ")[0].rstrip() for text in str(caught.value).split("-- rank ")[1:])
+    with pytest.raises(RankFailed, match=r"^Ranks \[2, 0, 1\] failed: .*rank 1 is late\. Read") as caught:
+        run(hangs, 3, timeout=30)
+    third, first, second = (text.partition("-- ")[0].rstrip() for text in str(caught.value).split("-- rank ")[1:])
     assert " in hangs" not in first and second.endswith(" in hangs") and "JoinTimeoutError: rank 1 is late" in third
+    with pytest.raises(
+        RankFailed, match=r"^Ranks \[0\] failed: it did not return in time\..*\[J671\]\n\n-- rank 0"
+    ) as caught:
+        run(sleeps, 1, timeout=1)
+    assert str(caught.value).endswith(" in sleeps")
 
 
 def limit_of_the_group(rank: int) -> float:

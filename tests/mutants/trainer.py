@@ -100,8 +100,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/strategy.py",
-        "if not reducer.has_finished(self.ddp):",
-        "if False:",
+        " and not reducer.has_finished(self.ddp):",
+        " and False:",
         FREEZING + "test_a_change_that_the_wrapper_cannot_follow",
     ),
     Mutant(
@@ -202,22 +202,34 @@ MUTANTS = [
         "",
         LIFETIMES + "test_a_fit_that_fails_counts_nothing",
     ),
+    Mutant(
+        "joinables/trainer/own.py",
+        "several_backwards or XLACollective().devices_of_process() > 1",
+        "several_backwards",
+        "tests/joinables/trainer/test_own_strategies.py::test_what_is_refused",
+    ),
+    Mutant(
+        "joinables/trainer/trainer.py",
+        '        self.strategy.check(several_backwards=stage == "fit" and not module.automatic_optimization)\n',
+        "",
+        "tests/joinables/trainer/test_own_strategies.py::test_what_is_refused",
+    ),
     # -- launching -----------------------------------------------------------------------------------------------------
     Mutant(
         "joinables/trainer/launch.py",
-        "environment.place.world_size == 1 < world_size",
+        "place_of(found).world_size == 1 < world_size",
         "False",
         TRAINER + "test_the_trainer_starts_what_a_launcher_of_one_process_has_not",
     ),
     Mutant(
-        "joinables/trainer/launch.py",
-        "blame = _OTHERS if isinstance",
-        "blame = _OWN if isinstance",
+        "joinables/processes.py",
+        "OTHERS if is_others else OWN",
+        "OWN",
         "tests/joinables/trainer/test_launch.py::test_cause_before_its_consequences",
     ),
     Mutant(
-        "joinables/trainer/launch.py",
-        "    _leave_report(rank, job.folder, None)\n",
+        "joinables/processes.py",
+        "    _leave_report(folder, rank, report)\n",
         "",
         "tests/joinables/trainer/test_launch.py::test_result_of_rank_0",
     ),
@@ -228,9 +240,9 @@ MUTANTS = [
         "tests/joinables/trainer/test_rescue.py::test_a_second_failure_leaves_the_file_of_the_first",
     ),
     Mutant(
-        "joinables/trainer/launch.py",
-        "(_ABORTED if code == -signal.SIGABRT else _OWN, rank",
-        "(_OWN, rank",
+        "joinables/processes.py",
+        "ABORTED if code == -signal.SIGABRT else OWN",
+        "OWN",
         "tests/joinables/trainer/test_launch.py::test_cause_before_its_consequences[abort]",
     ),
     Mutant(

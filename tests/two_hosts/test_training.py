@@ -6,8 +6,7 @@ import pytest
 
 from tests.training import TOLERANCE, assert_same, reference, tolerance_of
 from tests.two_hosts.fleet import MEMORY, RANKS, Fleet
-from tests.two_hosts.ranks import Call
-from tests.two_hosts.training import CASES, Trained, fit, fit_alone, train_all
+from tests.two_hosts.training import CASES, Fitted, Trained, fit, fit_alone, train_all
 
 
 @pytest.fixture(scope="module", params=MEMORY)
@@ -18,7 +17,7 @@ def fleet(request: pytest.FixtureRequest, fleets: dict[str, Fleet]) -> Fleet:
 @pytest.fixture(scope="module")
 def trained(fleet: Fleet) -> list[Trained]:
     """What the ranks end with."""
-    return [end.result for end in fleet.run(Call("train", train_all))]
+    return fleet.run(train_all)
 
 
 def test_what_carries_headers(fleet: Fleet, trained: list[Trained]) -> None:
@@ -38,7 +37,7 @@ def test_training_equals_one_process(trained: list[Trained], name: str) -> None:
 
 def test_fit_equals_one_process(fleet: Fleet) -> None:
     state, metrics = fit_alone()
-    fitted = [end.result for end in fleet.run(Call("fit", fit, (RANKS,), group=False))]
+    fitted: list[Fitted] = fleet.run(fit, RANKS, group=False)
     for own_state, own_metrics in fitted:
         assert_same(own_state, fitted[0][0])
         assert_same(own_state, state, TOLERANCE)

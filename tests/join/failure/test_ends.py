@@ -52,6 +52,7 @@ def test_end(request: pytest.FixtureRequest, ending: Ending, started: dict[Cell,
         cast("Cell", item.callspec.params["cell"])
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.originalname == request.node.originalname
+        if item.path == request.path
     ]
     for each in coming[(at := coming.index(cell)) : at + AT_ONCE]:
         if each not in started:

@@ -12,7 +12,6 @@ import resource
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from types import ModuleType
@@ -38,10 +36,10 @@ import join
 from join import PeerError
 from join.collectives.broken import BrokenCollective
 from join.collectives.store import local_store
+from joinables.processes import LaunchError, run
 from joinables.trainer import launch as module
 from joinables.trainer.launch import (
     Launcher,
-    LaunchError,
     NotPicklable,
     Place,
     RemoteTraceback,
@@ -145,39 +143,10 @@ def test_one_launch_after_the_other() -> None:
     assert local(1).launch(ranks_met, 5.0)[0]["total"].item() == 5.0
 
 
-def holds(ports: list[int]) -> bool:
-    """Whether this process has a socket that listens at one of these ports."""
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    listening = {f"socket:[{line[9]}]" for line in lines if line[3] == "0A" and int(line[1].split(":")[1], 16) in ports}
-    assert listening, "the parent serves the store"
-    return any(os.path.islink(path) and os.readlink(path) in listening for path in Path("/proc/self/fd").iterdir())
-
-
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", pytest.param("spawn", marks=in_test_all)])
-def test_workers_inherit_the_socket_and_close_it(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ports: list[int] = []
-    bind = socket.create_server
-    monkeypatch.setattr(
-        socket, "create_server", lambda *args: ports.append((made := bind(*args)).getsockname()[1]) or made
-    )
-    assert local(2, start_method).launch(holds, ports) is False
-
-
 def test_rank_that_is_done_before_the_others_have_set_up() -> None:
     launcher = local(3)
     for _ in range(15):  # it is a race
         launcher.launch(os.getpid)
-
-
-def test_no_store_before_the_last_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store's thread may hold a lock then, which no thread of the fork will ever release."""
-    told: list[str] = []
-    start, store, bind = BaseProcess.start, module.dist.TCPStore, socket.create_server
-    monkeypatch.setattr(socket, "create_server", lambda *args: told.append("bind") or bind(*args))
-    monkeypatch.setattr(BaseProcess, "start", lambda self: told.append("start") or start(self))
-    monkeypatch.setattr(module.dist, "TCPStore", lambda *args, **kwargs: told.append("store") or store(*args, **kwargs))
-    local(3).launch(os.getpid)
-    assert told == ["bind", "start", "start", "start", "store"]
 
 
 def is_mapped(name: str) -> bool:
@@ -218,7 +187,7 @@ def found_in(folder: Path) -> list[str]:
 
 def test_no_pickle_stays_once_all_have_read_it(folder: Path) -> None:
     """A parent that is killed cannot remove it."""
-    assert sorted(local(2, "forkserver").launch(found_in, folder)) == ["spare-0", "spare-1"]
+    assert sorted(local(2, "forkserver").launch(found_in, folder)) == ["spare-0", "spare-1", "store"]
 
 
 def loads() -> list[int]:
@@ -254,6 +223,30 @@ def test_a_launch_does_not_wait_for_what_a_worker_has_forked(dies: bool) -> None
         os.close(pipe[1])
 
 
+def lives_until_the_test_ends(pipe: tuple[int, int]) -> None:
+    os.close(pipe[1])
+    select.select([pipe[0]], [], [], 2 * PATIENCE)
+
+
+def waits_for_a_child(pipe: tuple[int, int]) -> None:
+    if dist.get_rank() == 1:
+        multiprocessing.get_context("fork").Process(target=lives_until_the_test_ends, args=(pipe,)).start()
+        raise ValueError("own fault")  # multiprocessing joins the child before this process ends
+    dist.all_reduce(torch.ones(1))
+
+
+@in_quiet
+def test_the_cause_is_on_a_rank_that_does_not_end() -> None:
+    pipe, started = os.pipe(), time.monotonic()
+    try:
+        with using(first=0.5), pytest.raises(ValueError, match="own fault"):
+            local().launch(waits_for_a_child, pipe)
+    finally:
+        for end in pipe:
+            os.close(end)
+    assert_soon(time.monotonic() - started, PATIENCE)
+
+
 def leaves(how: str) -> int:
     """The code with which a fork ends that leaves the function."""
     if pid := os.fork():
@@ -274,7 +267,7 @@ def test_a_fork_that_leaves_the_function_ends(how: str, code: int, capfd: pytest
 
 def test_a_process_of_another_thread_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(PATIENCE,))
-    monkeypatch.setattr(module, "local_store", lambda listening: other.start() or local_store(listening))
+    monkeypatch.setattr(module, "_serve", lambda node: other.start())
     try:
         local().launch(os.getpid)
         assert other.is_alive()
@@ -505,7 +498,7 @@ def test_a_result_that_does_not_fit() -> None:
 
 
 def test_a_call_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(module, "_run")  # no process is started
+    monkeypatch.delattr(module, "run")  # no process is started
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     full()
     try:
@@ -548,7 +541,7 @@ def test_a_session_that_cannot_be_forked(monkeypatch: pytest.MonkeyPatch) -> Non
     try:
         assert local(2, "forkserver").launch(in_a_session) == 1
         monkeypatch.setattr(in_a_session, "__module__", "__main__")
-        with pytest.raises(LaunchError, match=r"functions or classes of a notebook.* strategy='ddp_fork'"):
+        with pytest.raises(LaunchError, match=r"[Ff]unctions and classes of a notebook.* strategy='ddp_fork'"):
             local(2, "forkserver").launch(in_a_session)
     finally:
         dist.destroy_process_group()
@@ -584,7 +577,7 @@ def test_what_is_defined_under_the_guard(tmp_path: Path) -> None:
 def test_call_that_cannot_be_pickled(
     call: Callable[[], Any], text: str, monkeypatch: pytest.MonkeyPatch, folder: Path, script: None
 ) -> None:
-    monkeypatch.delattr(module, "_run")  # no process is started
+    monkeypatch.delattr(module, "run")  # no process is started
     with pytest.raises(NotPicklable, match=text):
         local(2, "spawn").launch(*call())
 
@@ -643,7 +636,7 @@ def test_worker_died_can_be_pickled(error: WorkerDied, text: str) -> None:
 def test_no_fork_with_a_process_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(LaunchError, match="would copy the process group of this process"):
+        with pytest.raises(LaunchError, match="cannot be forked from this one, because"):
             local().launch(ranks_met, 1.0)
     finally:
         dist.destroy_process_group()
@@ -738,7 +731,7 @@ SAME_EVERYWHERE = """
     import json, os, sys
     import torch
     import torch.distributed as dist
-    from joinables.trainer.launch import detect_environment
+    from joinables.trainer.launch import detect_environment, place_of
     from joinables.trainer import Launcher
 
     def fn(base):
@@ -753,7 +746,7 @@ SAME_EVERYWHERE = """
         assert not dist.is_initialized()
         if told[0]["rank"] == 0:
             environment = detect_environment(os.environ)
-            print(json.dumps([environment and environment.name, environment and str(environment.place), told]))
+            print(json.dumps([environment and "torchrun", environment and str(place_of(environment)), told]))
 """
 TOLD = [{"rank": 0, "total": 1.0}, {"rank": 0, "total": 3.0}]
 
@@ -790,38 +783,29 @@ def by_hand(rank: int, port: int, job: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in variables.items()}}
 
 
-def meets(variables: dict[str, str], results: Any) -> None:
+def meets(variables: dict[str, str]) -> list[Any]:
     os.environ.update(variables)
     environ = dict(os.environ)
     told = [Launcher(2).launch(ranks_met, base) for base in (0.0, 1.0)]
     assert Launcher(2).launch(leaves, "returns") == 0
     assert environ == os.environ
     assert not dist.is_initialized()
-    results.send([(result["rank"], size, result["total"].item()) for result, size, _ in told])
+    return [(result["rank"], size, result["total"].item()) for result, size, _ in told]
 
 
 def test_processes_of_other_launchers() -> None:
     """The launchers are not here; what they do is: two processes with variables."""
-    context = multiprocessing.get_context("fork")
     port = free_port()
-    pipes = [context.Pipe() for _ in range(2)]
-    ranks = [context.Process(target=meets, args=(by_hand(rank, port, 7), pipes[rank][1])) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.start()
-        told = [here.recv() if here.poll(60) else None for here, _ in pipes]
-    finally:
-        for rank in ranks:
-            rank.join(5)
-            rank.kill()
-            rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    with tempfile.TemporaryDirectory() as folder:
+        how: Any = {"method": "fork", "folder": Path(folder), "limit": 60}
+        told, failures = run(lambda rank: meets(by_hand(rank, port, 7)), range(2), **how)
+    assert not failures
     assert told == [[(rank, 2, 1.0), (rank, 2, 3.0)] for rank in range(2)]
 
 
 def meets_or_says_why(variables: dict[str, str], results: Any) -> None:
     try:
-        meets(variables, results)
+        results.send(meets(variables))
     except RuntimeError as error:
         results.send(str(error))
 

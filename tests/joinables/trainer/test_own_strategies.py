@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from joinables.processes import run
 from joinables.trainer import Trainer
 from tests.conformance.fakes import over_horovod, over_xla
 from tests.harness import Pool
@@ -41,10 +41,10 @@ def over(rank: int, name: str, folder: Path, options: dict[str, Any]) -> Any:
     fake = over_horovod if name == "horovod" else over_xla
     with fake(rank, dist.get_world_size(), dist.PrefixStore("library", store)):
         module = Normalised()
-        run = Trainer(strategy=name, default_root_dir=folder, **{**OPTIONS, **options})
-        assert run.world_size == dist.get_world_size()
-        run.fit(module, loader(27, 4))
-        run.save_checkpoint(folder / "end.ckpt")
+        first = Trainer(strategy=name, default_root_dir=folder, **{**OPTIONS, **options})
+        assert first.world_size == dist.get_world_size()
+        first.fit(module, loader(27, 4))
+        first.save_checkpoint(folder / "end.ckpt")
         dist.barrier()
         found = flat_state(module.state_dict())
         again, more = Normalised(), Trainer(strategy=name, **{**OPTIONS, **options, "max_epochs": 3})
@@ -54,11 +54,10 @@ def over(rank: int, name: str, folder: Path, options: dict[str, Any]) -> Any:
 
 def alone(options: dict[str, Any], epochs: int) -> tuple[Any, float]:
     module = Normalised()
-    run = trainer(**{**OPTIONS, **options, "max_epochs": epochs})
-    run.fit(module, loader(27, 12), loader(9, 4))
-    return flat_state({name: each for name, each in module.state_dict().items() if "norm" not in name}), run.metrics[
-        "val_loss"
-    ]
+    single = trainer(**{**OPTIONS, **options, "max_epochs": epochs})
+    single.fit(module, loader(27, 12), loader(9, 4))
+    state = {name: each for name, each in module.state_dict().items() if "norm" not in name}
+    return flat_state(state), single.metrics["val_loss"]
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -79,15 +78,25 @@ class Manual(Classifier):
     automatic_optimization = False
 
 
-def refused(rank: int) -> None:
-    store: Any = dist.distributed_c10d._get_default_store()
-    told = pytest.raises(ValueError, match=r"HorovodStrategy .* manual optimization.*\[J880\]")
-    with over_horovod(rank, dist.get_world_size(), dist.PrefixStore("library", store)), told:
-        Trainer(strategy="horovod", **OPTIONS).fit(Manual(), loader(27, 4))
+def refused(rank: int, name: str, module: type[Classifier]) -> None:
+    """Before anything is sent: Horovod is up, and the ranks go on."""
+    store: Any = dist.PrefixStore("library", dist.distributed_c10d._get_default_store())
+    fake = over_horovod if name == "horovod" else over_xla
+    with fake(rank, dist.get_world_size(), store):
+        library: Any = sys.modules["horovod.torch" if name == "horovod" else "torch_xla.runtime"]
+        if module is Classifier:
+            library.addressable_device_count = lambda: 2
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"Strategy .* manual optimization nor .* threads.*\[J880\]"):
+                Trainer(strategy=name, **OPTIONS).fit(module(), loader(27, 4))
+        assert name == "xla" or library.is_up
+        if module is Manual:
+            Trainer(strategy=name, **OPTIONS).validate(module(), loader(27, 4))
 
 
-def test_manual_optimization_is_refused(pool: Pool) -> None:
-    pool.run(refused, ranks=2)
+@pytest.mark.parametrize(("name", "module"), [("horovod", Manual), ("xla", Manual), ("xla", Classifier)])
+def test_what_is_refused(pool: Pool, name: str, module: type[Classifier]) -> None:
+    pool.run(refused, name, module, ranks=2)
 
 
 def test_a_library_that_is_not_installed() -> None:
@@ -119,7 +128,7 @@ class Prunes(Classifier):
         raise Pruned
 
 
-def trials(rank: int, port: int, folder: Path, results: Any) -> None:
+def trials(rank: int, port: int, folder: Path) -> dict[str, torch.Tensor]:
     os.chdir(folder)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
@@ -127,45 +136,37 @@ def trials(rank: int, port: int, folder: Path, results: Any) -> None:
         Trainer(**OPTIONS).fit(Prunes(), loader(18, 6))
     module = Classifier()
     Trainer(**OPTIONS).fit(module, loader(18, 6))
-    results.put(pickle.dumps((rank, flat_state(module.state_dict()))))
+    return flat_state(module.state_dict())
 
 
 def test_a_fit_under_a_launcher_after_one_that_all_ranks_have_ended(tmp_path: Path, server: None) -> None:
     single = Classifier()
     trainer(max_epochs=2, accelerator="cpu").fit(single, loader(18, 12))
-    for _, state in started(trials, tmp_path):
+    for state in started(trials, tmp_path):
         assert_same(state, flat_state(single.state_dict()), TOLERANCE)
 
 
 def started(fn: Any, folder: Path) -> list[Any]:
     """The results of a function in two processes, with the numbers 0 and 1."""
-    context, port = multiprocessing.get_context("forkserver"), free_port()
-    results = context.SimpleQueue()
-    processes = [context.Process(target=fn, args=(number, port, folder, results)) for number in (0, 1)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(100)
-        assert [process.exitcode for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return sorted([pickle.loads(results.get()), pickle.loads(results.get())], key=lambda result: result[0])
+    (folder / "reports").mkdir()
+    results, failures = run(
+        fn, range(2), free_port(), folder, method="forkserver", folder=folder / "reports", limit=100
+    )
+    assert not failures, failures
+    return results
 
 
-def parent(node: int, port: int, folder: Path, results: Any) -> None:
+def parent(node: int, port: int, folder: Path) -> Any:
     os.chdir(folder)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node)}
     module, home = Home(), Home()
     options: dict[str, Any] = {"devices": 2, "num_nodes": 2, "strategy": "ddp_fork", "logger": False}
-    run = Trainer(**{**OPTIONS, **options})
-    run.fit(module, loader(18, 6))  # three batches for four ranks
-    run.max_epochs = 3
-    run.fit(module, loader(18, 6))
+    fits = Trainer(**{**OPTIONS, **options})
+    fits.fit(module, loader(18, 6))  # three batches for four ranks
+    fits.max_epochs = 3
+    fits.fit(module, loader(18, 6))
     outputs = Trainer(**{**OPTIONS, **options}).predict(home, loader(18, 6))
-    results.put(pickle.dumps((node, module.ranks, flat_state(module.state_dict()), run.global_step, len(outputs))))
+    return module.ranks, flat_state(module.state_dict()), fits.global_step, len(outputs)
 
 
 def test_two_nodes(tmp_path: Path, server: None) -> None:
@@ -173,11 +174,8 @@ def test_two_nodes(tmp_path: Path, server: None) -> None:
     single = Home()
     trainer(max_epochs=3, accelerator="cpu").fit(single, loader(18, 18))
     found = started(parent, tmp_path)
-    assert [(node, ranks, steps, outputs) for node, ranks, _, steps, outputs in found] == [
-        (0, (0, 0), 3, 3),
-        (1, (2, 0), 3, 0),
-    ]
-    for _, _, state, *_ in found:
+    assert [(ranks, steps, outputs) for ranks, _, steps, outputs in found] == [((0, 0), 3, 3), ((2, 0), 3, 0)]
+    for _, state, *_ in found:
         assert_same(state, flat_state(single.state_dict()), TOLERANCE)
 
 

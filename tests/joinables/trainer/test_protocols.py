@@ -52,11 +52,11 @@ def test_a_cluster_environment(ending: Ending) -> None:
 WRONG: list[tuple[Any, str]] = [
     (object(), "AttributeError: 'object' object has no attribute 'global_rank'"),
     (SimpleNamespace(global_rank=1), "TypeError: 'int' object is not callable"),
-    (cluster("x"), "RANK='x' is not a whole number"),
-    (cluster(3), "RANK=3 is not below WORLD_SIZE=3"),
-    (cluster(local=-1), "LOCAL_RANK='-1' is not"),
-    (cluster(port=None), "MASTER_PORT='None' is not"),
-    (cluster(host=None), "MASTER_ADDR and MASTER_PORT do not name"),
+    (cluster("x"), "ValueError: .*: 'x'"),
+    (cluster(3), r"Place\(rank=3, world_size=3, local_rank=0\) at .* is not possible"),
+    (cluster(local=-1), "local_rank=-1"),
+    (cluster(port=None), "TypeError: int"),
+    (cluster(host=None), "at None:1 is not possible"),
 ]
 
 

@@ -124,12 +124,11 @@ def test_comm_hooks(pool: Pool) -> None:
 
 def test_registry() -> None:
     known = strategies()
-    assert {"single", "ddp", "ddp_spawn", "ddp_zero", "ddp_find_unused_parameters_true"} <= known.keys()
-    assert all(known.values())
+    assert {"single", "ddp", "ddp_spawn", "ddp_zero", "ddp_find_unused_parameters_true"} <= {*known}
     if "mine" not in known:
-        register_strategy("mine", Strategy, "one of my own")
-    assert strategies()["mine"] == "one of my own"
+        register_strategy("mine", Strategy)
+    assert "mine" in strategies()
     assert isinstance(Trainer(strategy="mine").strategy, Strategy)
     with pytest.raises(ValueError, match="'mine' is registered already"):
-        register_strategy("mine", Strategy, "again")
+        register_strategy("mine", Strategy)
     assert Trainer(strategy="ddp_find_unused_parameters_true", devices=2).strategy is not None

@@ -219,7 +219,7 @@ class State(Silent):
         names = self._names_of_buffers()
         tensors = [leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and _name_in(path) not in names]
         values = {pytree.keystr(path): leaf for path, leaf in leaves if type(leaf) in PLAIN}
-        return Part(name, values, None), Part(name, sampled(tensors), None, is_required=True)
+        return Part(name, values, None), Part(name, sampled(tensors, "state"), None, is_required=True)
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:

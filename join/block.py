@@ -412,9 +412,6 @@ class OpenBlock:
         if exchanges:
             with profiled("copy"):
                 copy_state(collective, exchanges, source, self.channel.roster.devices(), keeps=keeps)
-        for member in self.channel.roster.listed if outcome.shadowed else ():
-            with profiled("synchronise", member):
-                member.joinable.synchronise(source)
         for member in self.scope.members:
             member.hook.post_hook(outcome.last)
         counts_steps = self.channel.loops > self._loops and not (

@@ -172,6 +172,8 @@ def legal(case: Case, *, has_buffers: bool) -> Case:
     assert isinstance(ddp, DDP)
     case = replace(case, step=legal_step(case.step, case.loop, ddp, zero=case.optimizer.zero))
     case = without_windows(case)
+    if case.step.draws:  # no rank knows which of the last ones draws for a window that it leaves open
+        case = with_full_windows(case)
     if case.loop.stop is not None:  # a loop is left between windows
         case = replace(case, loop=replace(case.loop, stop=case.loop.stop * case.step.accumulate))
     if has_buffers:

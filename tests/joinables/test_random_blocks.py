@@ -302,8 +302,8 @@ def programs(draw: st.DrawFn) -> Program:
         if kind == PLAIN and window > 1:  # all end in the same place of a window, or have nothing
             counts = [max(counts) if draw(st.booleans()) else 0 for _ in counts]
         loops, ahead = draw(st.integers(1, 2)), draw(st.integers(0 if window == 1 else 1, 2))
-        looping = {"loops": loops, "lookahead": ahead} if kind == LOCKSTEP else {}
-        blocks.append(Block(kind, tuple(counts), **looping))
+        looping = kind == LOCKSTEP
+        blocks.append(Block(kind, tuple(counts), loops if looping else 1, lookahead=ahead if looping else 1))
     freezes = draw(st.sampled_from(["", "forwards", "steps", "blocks"]))
     # DDP alone raises if zero_grad has dropped a window in which it found a parameter used.
     assume(not freezes or DISABLED not in [block.kind for block in blocks[1:]])

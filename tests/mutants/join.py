@@ -231,8 +231,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "= 0, 1.0\n            self.place = Place(",
-        "= 0, 1.0\n        self.place = Place(",
+        "end of another block\n            self.place = Place(",
+        "end of another block\n        self.place = Place(",
         "tests/join/protocol/test_nested.py::test_an_uneven_block_in_the_body_of_a_loop",
     ),
     Mutant(
@@ -1221,8 +1221,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            self.headers.leader = 0  # in the block around it",
-        "            pass  # in the block around it",
+        "            self.headers.leader = 0\n        self.guard",
+        "            pass\n        self.guard",
         "tests/joinables/ddp/test_buffers.py::test_statistics_after_an_inner_block_that_another_rank_led",
     ),
     Mutant(

@@ -215,11 +215,20 @@ class _Tree:
     @override
     def __reduce__(self) -> Any:
         data, self.tensors = pack(self._tree)
-        parts = [as_bytes(tensor.detach().cpu().contiguous()) for tensor in self.tensors if self._whole]
-        # In one tensor of bytes, since pickle takes long for small tensors, and does not support every dtype.
-        flat = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts]) if self._whole else None
         kinds = [(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in self.tensors]
-        return tuple, ((data, kinds, _plan(self.tensors), flat),)
+        if not self._whole:
+            return tuple, ((data, kinds, _plan(self.tensors)),)
+        # In one tensor of bytes, since pickle takes long for small tensors, and does not support every dtype.
+        parts = [as_bytes(tensor.detach().cpu().contiguous()) for tensor in self.tensors]
+        return _whole, (data, kinds, torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts]))
+
+
+def _whole(data: bytes, kinds: Sequence[tuple[Any, ...]], flat: torch.Tensor) -> Any:
+    """Return a tree with the tensors whose bytes are in ``flat``."""
+    parts = cast("Tensors", flat.split([math.prod(shape) * dtype.itemsize for shape, dtype, _ in kinds]))
+    # Without the clone, a part may begin at an address that its dtype does not allow.
+    filled = [part.clone().view(kind[1]).view(kind[0]) for part, kind in zip(parts, kinds, strict=True)]
+    return unpack(Packed(data, filled))
 
 
 # -- from one to all ---------------------------------------------------------------------------------------------------
@@ -321,7 +330,7 @@ def _send(
     received: Any = collective.broadcast_object(sent, source)
     if received is sent:
         return Inbox(tree, keeps=keeps), lambda: broadcast_tensors(collective, sent.tensors, source)
-    data, kinds, plan, _ = received
+    data, kinds, plan = received
     empty = [
         torch.empty((), dtype=dtype, device=device_of.get(kind, torch.device(kind))).expand(shape)
         for shape, dtype, kind in kinds
@@ -402,11 +411,5 @@ def gather_trees(collective: Collective, tree: Any) -> list[Any]:
     Raises:
         RuntimeError: On every rank, if an object cannot be pickled.
     """
-    sent, found = _Tree(tree, whole=True), list[Any]()
-    for row in collective.all_gather_object(sent):
-        data, kinds, _, flat = sent.__reduce__()[1][0] if row is sent else row
-        parts = flat.split([math.prod(shape) * dtype.itemsize for shape, dtype, _ in kinds])
-        # Without the clone, a part may begin at an address that its dtype does not allow.
-        filled = [part.clone().view(kind[1]).view(kind[0]) for part, kind in zip(parts, kinds, strict=True)]
-        found.append(unpack(Packed(data, filled)))
-    return found
+    sent = _Tree(tree, whole=True)
+    return [copy(sent) if row is sent else row for row in collective.all_gather_object(sent)]

@@ -156,7 +156,7 @@ class Held:
 
     def __init__(self, parts: Callable[[], Iterable[Part]], own: Sequence[str], collective: Collective) -> None:
         self._parts, self._own, self._collective = parts, frozenset(own), collective
-        self._has_unread_tensors = False
+        self._has_unread_tensors, self._copied = False, set[_Key]()
         self._before = self._after = self._fingerprints()
 
     def _items(self) -> Iterator[tuple[_Key, Part, Any]]:
@@ -170,6 +170,8 @@ class Held:
     def _fingerprints(self) -> dict[_Key, Any]:
         found: dict[_Key, Any] = {}
         for key, part, value in self._items():
+            if part.load is not None:
+                self._copied.add(key)
             try:
                 found[key] = value if type(value) in PLAIN else self._fingerprint(value, part)
             except Unfit as why:
@@ -207,10 +209,11 @@ class Held:
             return self._collective.rank + 1
         if before == self._after:
             return 0
-        changed = [
-            (key, repr(value)) for key, value in self._after.items() if repr(before.get(key, ...)) != repr(value)
-        ]
-        changed = [each for each in changed if is_copied or ".".join(each[0]) not in logged]
+        changed: list[tuple[_Key, str]] = []
+        for key, value in self._after.items():
+            counts = key in self._copied if is_copied else ".".join(key) not in logged
+            if counts and repr(before.get(key, ...)) != repr(value):
+                changed.append((key, repr(value)))
         return digest(repr(changed)) if changed else 0
 
     def compare(self) -> Callable[[], None]:

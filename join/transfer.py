@@ -125,11 +125,8 @@ class Packed(NamedTuple):
 class _Packer(pickle.Pickler):
     """Pickler that puts tensors aside, and refers to known ones by their numbers."""
 
-    def __init__(
-        self, file: io.BytesIO, known: Mapping[int, int], why_unfit: Callable[[Any], str] | None, *, is_digested: bool
-    ) -> None:
+    def __init__(self, file: io.BytesIO, known: Mapping[int, int], why_unfit: Callable[[Any], str] | None) -> None:
         super().__init__(file, 5)
-        self.fast = is_digested  # so that the bytes do not depend on which values are one object
         self._known, self._why_unfit = known, why_unfit
         self.tensors: list[torch.Tensor] = []
 
@@ -185,7 +182,8 @@ def pack(
         Unfit: If an object cannot be sent.
     """
     file = io.BytesIO()
-    packer = _Packer(file, known or {}, why_unfit, is_digested=is_digested)
+    packer = _Packer(file, known or {}, why_unfit)
+    packer.fast = is_digested  # so that the bytes do not depend on which values are one object
     packer.dump(tree)
     return Packed(file.getvalue(), packer.tensors)
 

@@ -126,7 +126,7 @@ class OptimizerState(Silent):
         shapes = str([[tuple(parameter.shape) for parameter in group["params"]] for group in groups])
         entries: dict[Any, Any] = {f"group {index}": group for index, group in enumerate(without_params(groups))}
         entries |= self._states(parameters)
-        why_not, own = _first_unlike(parameters), dict[Any, Packed]()
+        why_not, own = unlike_others(parameters), dict[Any, Packed]()
         try:
             known = numbered(parameters)
             own = {key: pack(entry, known, why_unfit) for key, entry in entries.items()}
@@ -238,7 +238,7 @@ class State(Silent):
         state, why_not = None, ""
         try:
             state = self._stateful.state_dict()  # on other ranks, its tensors receive the state
-            why_not = unlike_others(state)
+            why_not = unlike_others(pytree.tree_leaves(state))
         except Exception as failure:
             why_not = f"it has no state: {described(failure)}"
         inbox = yield None if why_not else state
@@ -392,12 +392,8 @@ def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
     return values
 
 
-def unlike_others(tree: Any) -> str:
-    """Return the reason why a tensor in ``tree`` cannot be sent, such as a shard of several ranks; "" if all can."""
-    return _first_unlike(pytree.tree_leaves(tree))
-
-
-def _first_unlike(leaves: Iterable[object]) -> str:
+def unlike_others(leaves: Iterable[object]) -> str:
+    """Return the reason why one of these tensors cannot be sent, such as a shard of several ranks; "" if all can."""
     return next(filter(None, (why_unlike(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))), "")
 
 

@@ -17,8 +17,8 @@ from join.errors import ProtocolError
 Values = Sequence[tuple[str, Mapping[str, Any]]]
 """For each joinable, its name and its values by name."""
 
-NORM = "squared norm of some rows of the parameters"
-"""Name of a value that may differ more, since the rounding of many steps depends on the processor."""
+NORM = "squared norm of some rows"
+"""Beginning of the name of a value that may differ more: the rounding of many steps depends on the processor."""
 
 _DIGEST_BITS = 56
 _LONGEST_LIST = 5  # differences in the text of an error
@@ -66,7 +66,7 @@ def differences(ranks: Mapping[int, Values]) -> str:
             held = {rank: theirs[position][1].get(key, ...) for rank, theirs in ranks.items()}
             if ... not in held.values() and not all(is_same(key, held[first], value) for value in held.values()):
                 words = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(held.items()))
-                texts.append((key == NORM, f"the {key} of {name} is {words}"))
+                texts.append((key.startswith(NORM), f"the {key} of {name} is {words}"))
     listed = [text for _, text in sorted(texts, key=itemgetter(0))]  # other differences cause that of the norm
     more = [f"and {len(listed) - _LONGEST_LIST} more"] if len(listed) > _LONGEST_LIST else []
     return "; ".join(listed[:_LONGEST_LIST] + more)
@@ -75,6 +75,6 @@ def differences(ranks: Mapping[int, Values]) -> str:
 def is_same(name: str, first: Any, second: Any) -> bool:
     """Return whether two values count as equal, up to rounding."""
     if isinstance(first, float) and isinstance(second, float):
-        tolerance = 1e-3 if name == NORM else 1e-6
+        tolerance = 1e-3 if name.startswith(NORM) else 1e-6
         return math.isclose(first, second, rel_tol=tolerance) or (math.isnan(first) and math.isnan(second))
     return first == second

@@ -19,7 +19,8 @@ their order::
                 gradients of each DDP module by its own broadcasts, then ``synchronise`` of each joinable
              even ranks: if values differ, a gather of them (``join.held``); a broadcast of the tensors that each rank
                 has for itself, then ``synchronise_own`` of each joinable
-             random generators that were equal on entering, if a rank drew others (``join.generators``)
+             random generators that were equal on entering, if a rank drew others in the block (``join.generators``), in
+                the same copy
              ``post_hook`` of each hook
 
 The exit is the same on active and on joined ranks. A joined rank has no other rank to wait for by then.
@@ -138,14 +139,15 @@ def _would_block(outer: Collective, inner: Collective) -> bool:
 class _End(NamedTuple):
     """Message of a rank when all ranks are out of data; its row of the report follows it.
 
-    The last four are 0 if bursts were shadowed.
+    The next three are 0 if bursts were shadowed.
 
     Attributes:
         last: Whether the rank was among the last that had data.
         total_steps: The number of steps that it made by itself (``Joinable.own_steps``), over all joinables.
         own_steps: A digest of the numbers of these steps, by joinable.
         values: A digest of the values that should be equal on all ranks.
-        changes: A digest of other values that have changed since entering.
+        changes: A digest of other values that have changed since entering; of blocks around this one, too, if bursts
+            were shadowed.
     """
 
     last: bool
@@ -369,8 +371,11 @@ class OpenBlock:
         collective = self._collective
         row = self._row(out_of_data_at)
         joinables = [member.joinable for member in self.scope.members]
-        end, values, held = _End(outcome.last), list[tuple[str, Mapping[str, Any]]](), self.scope.held
-        if not outcome.shadowed:
+        held, values, shadowed = self.scope.held, list[tuple[str, Mapping[str, Any]]](), outcome.shadowed
+        if shadowed:
+            changes = [scope.held.digest_of_changes(is_copied=True) for scope in self.channel.roster.scopes]
+            end = _End(outcome.last, changes=digest(repr(changes)))
+        else:
             values, own_steps = values_of(joinables), [joinable.own_steps for joinable in joinables]
             steps, changes = digest(repr(own_steps)), held.digest_of_changes()
             end = _End(outcome.last, sum(own_steps), steps, digest_of(values), changes)
@@ -388,16 +393,25 @@ class OpenBlock:
         outcome, keeps = self._compare(outcome, ends, values)
         warn: Callable[[], None] | None = None
         self._restore_limit()  # because a copy of all state may take longer than a burst
+        source, exchanges = outcome.source, list[tuple[object, Exchange]]()
+        has_dummies = self.channel.loops > self._loops and any(report.shadowed for report in reports)
+        differ = len({end.changes for end in ends}) > 1
         if outcome.shadowed:
             last_of_ranks = [packing.unpack_from(row, _END.size) for row in rows]
-            self._copy_all(outcome.source, _compare_rates(stepping, last_of_ranks, outcome.source), keeps=keeps)
+            exchanges = self._exchanges(source, _compare_rates(stepping, last_of_ranks, source, collective.rank))
+            if differ or not shadowed:
+                exchanges += [("attributes", scope.held.exchange(source)) for scope in self.channel.roster.scopes]
         else:
-            warn = held.compare() if len({end.changes for end in ends}) > 1 else None
-            self.channel.synchronise_own(self.scope.members, outcome.source)
-        source = outcome.source if outcome.shadowed else None
-        if source is None and self.channel.loops > self._loops and any(report.shadowed for report in reports):
+            warn = held.compare() if differ else None
+            self.channel.synchronise_own(self.scope.members, source)
             source = min(reports, key=attrgetter("shadowed")).rank  # which ran the fewest dummies
-        Generators.synchronise(collective, [row[at : at + Generators.size] for row in rows], source)
+        digests = [row[at : at + Generators.size] for row in rows]
+        if kinds := Generators.apart(collective, digests, is_copied=outcome.shadowed or has_dummies):
+            exchange = Generators.exchange(kinds, is_source=collective.rank == source)
+            exchanges.append(("random generators", exchange))
+        if exchanges:
+            with profiled("copy"):
+                copy_state(collective, exchanges, source, self.channel.roster.devices(), keeps=keeps)
         for member in self.scope.members:
             member.hook.post_hook(outcome.last)
         counts_steps = self.channel.loops > self._loops and not (
@@ -438,19 +452,14 @@ class OpenBlock:
             raise_difference(dict(enumerate(self._collective.all_gather_object(values, plain=True))))
         return outcome, True
 
-    def _copy_all(self, source: int, rates: Exchange, *, keeps: bool) -> None:
-        """Copy all state from rank ``source``, with enclosing blocks, whose bursts were shadowed too."""
-        listed, exchanges = self.channel.roster.listed, list[tuple[object, Exchange]]([("rates", rates)])
-        for member in listed:
+    def _exchanges(self, source: int, rates: Exchange) -> list[tuple[object, Exchange]]:
+        """Return the parts of a copy of all state, with enclosing blocks, whose bursts were shadowed too."""
+        roster, exchanges = self.channel.roster, list[tuple[object, Exchange]]([("rates", rates)])
+        for member in roster.listed:
             exchange = member.joinable.exchange(source)
             if exchange is not None:
                 exchanges.append((member, exchange))
-        exchanges += [("attributes", scope.held.exchange(source)) for scope in self.channel.roster.scopes]
-        with profiled("copy"):
-            copy_state(self._collective, exchanges, source, self.channel.roster.devices(), keeps=keeps)
-        for member in listed:
-            with profiled("synchronise", member):
-                member.joinable.synchronise(source)
+        return exchanges
 
     def _restore_limit(self) -> None:
         if self._previous_limit is not None:
@@ -469,25 +478,23 @@ class OpenBlock:
                 channels.pop(id(self._collective), None)
 
 
-def _compare_rates(rates: Mapping[str, array[float]], last: Sequence[Sequence[float]], source: int) -> Exchange:
+def _compare_rates(
+    rates: Mapping[str, array[float]], last: Sequence[Sequence[float]], source: int, rank: int
+) -> Exchange:
     """Compare the last learning rate of each rank with that of rank ``source`` in the same step.
 
     Args:
         rates: The learning rate in each step of this rank, by the name of the optimizer.
         last: For each rank, the number of steps and the last rate of each optimizer.
         source: The rank that made the most steps.
+        rank: This rank.
     """
-    counts = {name: {int(row[2 * index]) for row in last} for index, name in enumerate(rates)}
-    inbox = yield {
-        name: {step: rates[name][step - 1] for step in steps if 0 < step <= len(rates[name])}
-        for name, steps in counts.items()
-    }
-    theirs: Mapping[str, Mapping[int, float]] = inbox.skeleton
-    for index, name in enumerate(rates):
-        for rank, row in enumerate(last):
-            step, rate = int(row[2 * index]), row[2 * index + 1]
-            if step in theirs[name]:
-                held = {rank: rate, source: theirs[name][step]}
-                key = f"learning rate in step {step} of the block"
-                raise_difference({each: [(name, {key: value})] for each, value in held.items()})
+    pairs: list[tuple[str, int, dict[int, float]]] = []
+    for index, (name, own) in enumerate(rates.items()) if rank == source else ():
+        steps = {each: (int(row[2 * index]), row[2 * index + 1]) for each, row in enumerate(last)}
+        pairs += [(name, n, {each: rate, source: own[n - 1]}) for each, (n, rate) in steps.items() if 0 < n <= len(own)]
+    inbox = yield pairs
+    for name, step, held in inbox.skeleton:
+        key = f"learning rate in step {step} of the block"
+        raise_difference({each: [(name, {key: rate})] for each, rate in held.items()})
     yield ""

@@ -11,8 +11,8 @@ when a block was entered are therefore equal when it is left. The digests travel
     block in which a rank shadowed or ran a dummy     any other block
     ---------------------------------------------     ---------------
     row: digests on entering and on leaving           the same
-    broadcast of the states that were equal, and      nothing: plain DDP would not change them either
-    are not any more, if there are any
+    in the common copy: the states that were equal,   nothing: plain DDP would not change them either
+    and are not any more, if there are any
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from zlib import crc32
 import torch
 
 from join.collectives import Collective
+from join.transfer import Exchange
 
 KINDS = ("python", "torch", "accelerator", "numpy")
 _SIZE_OF_MT19937 = 4 * 625  # bytes: 624 numbers, and the position in them
@@ -114,13 +115,13 @@ class Generators:
         return _ROW.pack(*self._before, *_digests())
 
     @staticmethod
-    def synchronise(collective: Collective, rows: Sequence[bytes], source: int | None) -> None:
-        """Copy generators that were equal on entering, and are not any more; called on all ranks.
+    def apart(collective: Collective, rows: Sequence[bytes], *, is_copied: bool) -> list[str]:
+        """Return the kinds of generators that were equal on entering, and are not any more; none after an even block.
 
         Args:
             collective: The ranks.
             rows: What :meth:`packed` returned on each rank.
-            source: The rank whose generators are copied; ``None`` if all ranks did the same, so that none is.
+            is_copied: Whether a rank shadowed or ran a dummy, so that generators are copied.
         """
         columns = [set(column) for column in zip(*map(_ROW.unpack, rows), strict=True)]
         before, after = columns[: len(KINDS)], columns[len(KINDS) :]
@@ -129,13 +130,19 @@ class Generators:
         kept = collective.kept
         if lost := [kind for kind, (entered, _) in states.items() if kind in kept.generators and not entered]:
             _log_once(collective, lost, "between two Join blocks")
-        if source is None:
-            if apart:
-                _log_once(collective, apart, "in a Join block in which all ranks had data to the end")
-        elif apart:
-            own = capture() if collective.rank == source else {}
-            restore(collective.broadcast_object({kind: own.get(kind) for kind in apart}, source))
-        kept.generators = {kind for kind, (entered, left) in states.items() if left or (entered and source is not None)}
+        kept.generators = {kind for kind, (entered, left) in states.items() if left or (entered and is_copied)}
+        if apart and not is_copied:
+            _log_once(collective, apart, "in a Join block in which all ranks had data to the end")
+        return apart if is_copied else []
+
+    @staticmethod
+    def exchange(kinds: Sequence[str], *, is_source: bool) -> Exchange:
+        """Copy the generators of these kinds."""
+        inbox = yield {kind: state for kind, state in capture().items() if kind in kinds} if is_source else {}
+        states = inbox.fill(inbox.skeleton)
+        yield ""
+        if not is_source:
+            restore(states)
 
 
 def _log_once(collective: Collective, kinds: Sequence[str], where: str) -> None:

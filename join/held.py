@@ -6,20 +6,18 @@ Nothing is sent then. The ranks compare when they leave::
 
     uneven plain block                               any other block
     ------------------                               ---------------
-    row                                              row, with a digest of all that has changed
-    in the one copy of all state: the values of      if digests differ: all-gather of digests on entering
-    the last rank with data, with their digests      and now; what was equal on entering, and differs now,
-    on entering; another rank takes those that it    is an error (EMA copies) or one warning (attributes)
-    has entered with, too
+    row, with a digest of all that has changed       the same
+    if digests differ, in the one copy of all        if digests differ: all-gather of digests on entering
+    state: the values of the last rank with data,    and now; what was equal on entering, and differs now,
+    with their digests on entering; another rank     is an error (EMA copies) or one warning (attributes)
+    takes those that it has entered with, too
 
 A value that is too large, or that cannot be pickled, stays as it is, and the log names it once.
 """
 
 from __future__ import annotations
 
-import io
 import logging
-import pickle
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,14 +27,13 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from zlib import crc32
 
 import torch
-from typing_extensions import override
 
 from join.agreement import digest, is_same, raise_difference
 from join.collectives import Collective
 from join.collectives._torch_private import may_receive
 from join.collectives.base import as_bytes
 from join.errors import described
-from join.transfer import Exchange, why_unlike
+from join.transfer import Exchange, Packed, Unfit, numbered, pack, unpack
 
 PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 """Types of values that are sent and compared as they are."""
@@ -73,95 +70,34 @@ class Holder(NamedTuple):
     value: Any
 
 
-# -- values as bytes ---------------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
-class Unfit(Exception):
-    """A value cannot be sent or digested."""
+def why_unfit(obj: Any) -> str:
+    """Return the reason why an object in state cannot be sent; "" if it can."""
+    return "it holds a method" if isinstance(obj, MethodType) else ""
 
 
-class _Packer(pickle.Pickler):
-    """Pickler that puts tensors aside, and refers to known ones by their numbers."""
-
-    def __init__(
-        self, file: io.BytesIO, known: Sequence[torch.Tensor], *, is_digested: bool, is_attribute: bool
-    ) -> None:
-        super().__init__(file, 5)
-        self._is_attribute = is_attribute
-        self.fast = is_digested  # so that the bytes do not depend on which values are one object
-        self._known, self.tensors = {id(tensor): number for number, tensor in enumerate(known)}, list[torch.Tensor]()
-
-    @override
-    def reducer_override(self, obj: Any, /) -> Any:
-        if isinstance(obj, torch.Tensor):
-            if id(obj) in self._known:
-                return _known, (self._known[id(obj)],)
-            self.tensors.append(obj)
-        if why := self._why_unfit(obj):
-            raise Unfit(why)
-        return (_tensor, (len(self.tensors) - 1,)) if isinstance(obj, torch.Tensor) else NotImplemented
-
-    def _why_unfit(self, obj: Any) -> str:
-        if isinstance(obj, torch.Tensor):
-            is_seen_as_it_is = not (self._is_attribute and (obj.is_conj() or obj.is_neg() or obj.is_quantized))
-            return why_unlike(obj) or ("" if is_seen_as_it_is else "its bytes are not those of its elements")
-        if isinstance(obj, torch.nn.Module) and self._is_attribute:
-            return "it holds a module, of which another rank would get a copy beside its own"
-        return "it holds a method" if isinstance(obj, MethodType) else ""
+def _why_unfit_in_attribute(obj: Any) -> str:
+    is_module = isinstance(obj, torch.nn.Module)
+    return "it holds a module, of which another rank would get a copy beside its own" if is_module else why_unfit(obj)
 
 
-def _known(number: int) -> Any:
-    """Stand for a known tensor in a pickle."""
-
-
-def _tensor(number: int) -> Any:
-    """Stand for another tensor in a pickle."""
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, data: bytes, tensors: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._places = {"_tensor": tensors.__getitem__, "_known": known.__getitem__}
-
-    @override
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        place = self._places.get(global_name) if module_name == __name__ else None
-        return place or super().find_class(module_name, global_name)
-
-
-Packed = tuple[bytes, list[torch.Tensor]]
-"""A value as bytes, and the tensors in it."""
-
-
-def pack(
-    value: Any, known: Sequence[torch.Tensor] = (), *, limit: int | None = None, is_digested: bool = False
-) -> Packed:
-    """Return a value as bytes and tensors.
-
-    Args:
-        value: The value.
-        known: Tensors that :func:`unpack` replaces by those of the other rank, such as the parameters of an optimizer.
-        limit: The size in bytes that the value of an attribute may have, besides tensors. ``None`` for state.
-        is_digested: Whether the bytes are for a digest.
+def pack_attribute(value: Any, known: Sequence[torch.Tensor] = (), *, is_digested: bool = False) -> Packed:
+    """Return the value of an attribute as bytes and tensors, as :func:`join.transfer.pack` does.
 
     Raises:
         Unfit: If the value is too large, or cannot be pickled.
     """
-    if limit is not None and is_larger(value, limit):
-        why = f"it takes more than {limit >> 20} MiB"
+    if is_larger(value, LARGEST):
+        why = f"it takes more than {LARGEST >> 20} MiB"
         raise Unfit(why)
-    file = io.BytesIO()
-    packer = _Packer(file, known, is_digested=is_digested, is_attribute=limit is not None)
     try:
-        packer.dump(_ordered(value) if is_digested else value)
+        return pack(
+            _ordered(value) if is_digested else value, numbered(known), _why_unfit_in_attribute, is_digested=is_digested
+        )
     except Exception as error:  # of code of the user's
         raise Unfit(str(error) if isinstance(error, Unfit) else described(error)) from error
-    return file.getvalue(), packer.tensors
-
-
-def unpack(packed: Packed, known: Sequence[torch.Tensor] = ()) -> Any:
-    """Return the value that :func:`pack` made bytes of, with these tensors in it."""
-    return _Unpacker(*packed, known).load()
 
 
 def is_larger(value: Any, limit: int) -> bool:
@@ -189,14 +125,6 @@ def _ordered(value: Any) -> Any:
         held = cast("dict[Any, Any]", value)
         return dict(zip(held, map(_ordered, held.values()), strict=True))
     return [*map(_ordered, cast("Iterable[Any]", value))] if type(value) in (list, tuple) else value
-
-
-def _fingerprint(value: Any, known: Sequence[torch.Tensor]) -> Any:
-    """Return a plain value itself, and a number that stands for any other value."""
-    if isinstance(value, Holder):
-        return type(value.value).__name__
-    data, tensors = pack(value, known, limit=LARGEST, is_digested=True)
-    return crc32(repr([_of_tensor(tensor) for tensor in tensors]).encode(), crc32(data))
 
 
 def _of_tensor(tensor: torch.Tensor) -> Any:
@@ -228,6 +156,7 @@ class Held:
 
     def __init__(self, parts: Callable[[], Iterable[Part]], own: Sequence[str], collective: Collective) -> None:
         self._parts, self._own, self._collective = parts, frozenset(own), collective
+        self._has_unread_tensors, self._copied = False, set[_Key]()
         self._before = self._after = self._fingerprints()
 
     def _items(self) -> Iterator[tuple[_Key, Part, Any]]:
@@ -241,12 +170,22 @@ class Held:
     def _fingerprints(self) -> dict[_Key, Any]:
         found: dict[_Key, Any] = {}
         for key, part, value in self._items():
+            if part.load is not None:
+                self._copied.add(key)
             try:
-                found[key] = value if type(value) in PLAIN else _fingerprint(value, part.known())
+                found[key] = value if type(value) in PLAIN else self._fingerprint(value, part)
             except Unfit as why:
                 self._leave_out(key, why)
                 found[key] = _LEFT_OUT, self._collective.rank  # which no other rank has
         return found
+
+    def _fingerprint(self, value: Any, part: Part) -> Any:
+        """Return a number that stands for a value that is not plain."""
+        if isinstance(value, Holder):
+            return type(value.value).__name__
+        data, tensors = pack_attribute(value, part.known(), is_digested=True)
+        self._has_unread_tensors |= any(each.nbytes > _LARGEST_TENSOR or not each.is_cpu for each in tensors)
+        return crc32(repr([*map(_of_tensor, tensors)]).encode(), crc32(data))
 
     def _leave_out(self, key: _Key, why: Unfit) -> None:
         name, logged = ".".join(key), self._collective.kept.logged
@@ -256,15 +195,25 @@ class Held:
 
     # -- after an even block ------------------------------------------------------------------------------------------
 
-    def digest_of_changes(self) -> int:
-        """Return a digest of the values that have changed since entering; 0 if no value has."""
+    def digest_of_changes(self, *, is_copied: bool = False) -> int:
+        """Return a digest of the values that have changed since entering; 0 if no value has.
+
+        Ranks with the same digest hold the same values, of those that were equal on entering.
+
+        Args:
+            is_copied: Whether a value that differs now will be copied. Then ranks with tensors that no digest contains
+                have different digests.
+        """
         before, self._after, logged = self._before, self._fingerprints(), self._collective.kept.logged
+        if is_copied and self._has_unread_tensors:
+            return self._collective.rank + 1
         if before == self._after:
             return 0
-        changed = [
-            (key, repr(value)) for key, value in self._after.items() if repr(before.get(key, ...)) != repr(value)
-        ]
-        changed = [each for each in changed if ".".join(each[0]) not in logged]
+        changed: list[tuple[_Key, str]] = []
+        for key, value in self._after.items():
+            counts = key in self._copied if is_copied else ".".join(key) not in logged
+            if counts and repr(before.get(key, ...)) != repr(value):
+                changed.append((key, repr(value)))
         return digest(repr(changed)) if changed else 0
 
     def compare(self) -> Callable[[], None]:
@@ -304,31 +253,34 @@ class Held:
         """Take from rank ``source`` the values that this rank has entered the block with, too."""
         own: dict[_Key, Any] = {}
         for key, part, value in self._items():
-            if part.load is None or (isinstance(value, Holder) and self._before.get(key) == _fingerprint(value, ())):
+            if part.load is None or (
+                isinstance(value, Holder) and self._before.get(key) == self._fingerprint(value, part)
+            ):
                 continue
             try:
                 value = value.value if isinstance(value, Holder) else value
-                own[key] = value if type(value) in PLAIN else pack(value, part.known(), limit=LARGEST)
+                own[key] = value if type(value) in PLAIN else pack_attribute(value, part.known())
             except Unfit as why:
                 self._leave_out(key, why)
         inbox = yield {key: (self._before.get(key, ...), value) for key, value in own.items()}
         received = cast("dict[_Key, tuple[Any, Any]]", inbox.skeleton)
         taken = {key for key, (before, _) in received.items() if is_same(key[1], before, self._before.get(key, ...))}
-        receiving: dict[_Key, Any] = {}
-        for key in taken & own.keys():  # a value that differed is not received in this rank's tensors
-            if isinstance(own[key], tuple):
-                _, tensors = cast("Packed", own[key])
-                receiving[key] = b"", [tensor if may_receive(tensor) else None for tensor in tensors]
-        filled = {key: inbox.fill(value, receiving.get(key), keeps=inbox.keeps) for key, (_, value) in received.items()}
-        yield ""
         if self._collective.rank == source or inbox.keeps:
+            yield ""
             return
+        filled = {key: received[key][1] for key in taken}
+        for key, value in filled.items():
+            if isinstance(value, Packed):  # a value that differed is not received in this rank's tensors
+                mine = own[key].tensors if isinstance(own.get(key), Packed) else ()
+                mine = [tensor if may_receive(tensor) else None for tensor in mine]
+                filled[key] = Packed(value.data, inbox.receive(value.tensors, mine))
+        yield ""
         for part in self._parts():  # again, since an object may have been replaced meanwhile
             values: dict[str, Any] = {}
-            for key in [key for key in filled if key in taken and key[0] == part.name]:
+            for key in [key for key in filled if key[0] == part.name]:
                 value = filled[key]
                 try:
-                    values[key[1]] = unpack(cast("Packed", value), part.known()) if isinstance(value, tuple) else value
+                    values[key[1]] = unpack(value, part.known()) if isinstance(value, Packed) else value
                 except Exception as error:  # of code of the user's
                     self._leave_out(key, Unfit(described(error)))
             if values and part.load is not None:

@@ -209,7 +209,8 @@ class Joinable(ABC):
     def exchange(self, source: int) -> Exchange | None:
         """Return this object's part in the common copy of all objects' state from rank ``source``.
 
-        It is called on all ranks at the end of a block in which some ranks shadowed bursts of others.
+        It is called on all ranks at the end of a block in which some ranks shadowed bursts of others. The last part of
+        the generator may issue collectives of this object's own.
 
         Args:
             source: The rank whose state is copied, one of the last that had data.
@@ -226,15 +227,6 @@ class Joinable(ABC):
         ``Join.iterate``, and of each block in which nothing was shadowed.
         """
         return ()
-
-    def synchronise(self, source: int) -> None:
-        """Copy the rest of the state of rank ``source``, with collectives of this object's own.
-
-        It is called on all ranks after ``exchange`` is complete.
-
-        Args:
-            source: The rank whose state is copied.
-        """
 
     def synchronise_own(self, source: int) -> None:
         """Copy the rest of the state that differs between even ranks, with collectives of this object's own.

@@ -1,33 +1,39 @@
 """Copying of state from one rank to all, or from all ranks to all: tensors are sent as bytes, and the rest is pickled.
 
-Active and joined ranks run the same code here, so there is one order of collectives. The tensors of one device form one
-message, or several of 64 MiB each. All state that is copied at the end of an uneven block is sent together
-(:func:`copy_state`)::
+:func:`pack` makes bytes of a tree, and puts its tensors aside. Active and joined ranks run the same code here, so there
+is one order of collectives. The tensors of one device form one message, or several of 64 MiB each. All state that is
+copied at the end of a block is sent together (:func:`copy_state`)::
 
     rank that is copied                              every other rank
     -------------------                              ----------------
-    skeletons of all trees, and the tensors of       the same: two broadcasts
-    each message
-    all-reduce: can all ranks copy the state?        all-reduce
+    all trees, without tensors: a broadcast, and a   the same
+        second one if they are large
+    sum: how many ranks cannot copy the state?       sum
     if one cannot: all-gather of reasons; all raise  the same
     tensors: one broadcast for each message          the same, into its own tensors if these fit
 
-A single tree is sent in the same way, without the all-reduce. From all ranks to all (:func:`gather_trees`), there is
-one all-gather of skeletons, each with the bytes of its tensors.
+A single tree is sent in the same way, without the sum. From all ranks to all (:func:`gather_trees`), there is one
+all-gather of trees, each with the bytes of its tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias, cast
+import io
+import math
+import pickle
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from copy import copy
+from itertools import zip_longest
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
+from typing_extensions import override
 
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
 from join.collectives.base import as_bytes
-from join.errors import JoinError, described
+from join.collectives.line import SUMS
+from join.errors import JoinError
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 _Plan: TypeAlias = Sequence[Sequence[int]]
@@ -41,9 +47,10 @@ CHUNK_BYTES = 64 * 2**20
 
 def why_unlike(tensor: torch.Tensor) -> str:
     """Return the reason why a tensor cannot be sent, such as a shard of several ranks; "" if it can."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
-        return ""
-    return f"it holds a {tensor.layout} tensor of type {type(tensor).__name__}, which is not a plain tensor"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return f"it holds a {tensor.layout} tensor of type {type(tensor).__name__}, which is not a plain tensor"
+    is_seen_as_it_is = not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    return "" if is_seen_as_it_is else "it holds a tensor whose bytes are not those of its elements"
 
 
 def broadcast_tensors(collective: Collective, tensors: Tensors, source: int) -> None:
@@ -57,46 +64,11 @@ def broadcast_tensors(collective: Collective, tensors: Tensors, source: int) -> 
     _move(collective, _plan(tensors), tensors, source)
 
 
-class _Parcel:
-    """Tensors of one device that form one message. The largest elements come first, so that all tensors are aligned.
-
-    Args:
-        tensors: The tensors, in that order.
-        kept: The ``id`` of each tensor that this rank does not overwrite.
-    """
-
-    def __init__(self, tensors: Tensors, kept: Iterable[int] = ()) -> None:
-        self.tensors, self._kept = tensors, set(kept)
-        self._sizes = [tensor.nbytes for tensor in tensors]
-
-    @torch.no_grad()
-    def move(self, collective: Collective, source: int) -> None:
-        """Send the tensors, or receive them from rank ``source``."""
-        first = self.tensors[0]
-        is_source = collective.rank == source
-        if len(self.tensors) == 1 and first.is_contiguous():
-            collective.broadcast(as_bytes(first), source).wait()
-            return
-        flat = self._flat() if is_source else torch.empty(sum(self._sizes), dtype=torch.uint8, device=first.device)
-        collective.broadcast(flat, source).wait()
-        if not is_source:
-            self._unpack(flat)
-
-    def _flat(self) -> torch.Tensor:
-        """Return the bytes of all tensors in one tensor."""
-        return torch.cat([as_bytes(tensor.detach().contiguous()) for tensor in self.tensors])
-
-    @torch.no_grad()
-    def _unpack(self, flat: torch.Tensor) -> None:
-        """Copy the bytes that :meth:`_flat` made into the tensors."""
-        parts = cast("Sequence[torch.Tensor]", flat.split(self._sizes))
-        for tensor, part in zip(self.tensors, parts, strict=True):
-            if id(tensor) not in self._kept:
-                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-
-
 def _plan(tensors: Tensors) -> _Plan:
-    """Return the numbers of the tensors of each message: tensors of one device, up to the size of a chunk."""
+    """Return the numbers of the tensors of each message: tensors of one device, up to the size of a chunk.
+
+    The largest elements come first, so that all tensors are aligned.
+    """
     devices: dict[torch.device, list[int]] = {}
     itemsizes = [tensor.itemsize for tensor in tensors]
     for number, tensor in enumerate(tensors):
@@ -115,147 +87,259 @@ def _plan(tensors: Tensors) -> _Plan:
     return chunks
 
 
-# -- trees -------------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def _move(
+    collective: Collective, plan: _Plan, tensors: Tensors, source: int, dropped: Container[int] = frozenset()
+) -> None:
+    """Send the tensors, or receive them from rank ``source`` and drop some of them, by the ``id`` of the receiver."""
+    for numbers in plan:
+        first, those = tensors[numbers[0]], [tensors[number] for number in numbers]
+        if len(those) == 1 and first.is_contiguous():
+            collective.broadcast(as_bytes(first), source).wait()
+        elif collective.rank == source:
+            flat = torch.cat([as_bytes(tensor.detach().contiguous()) for tensor in those])
+            collective.broadcast(flat, source).wait()
+        else:
+            sizes = [tensor.nbytes for tensor in those]
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=first.device)
+            collective.broadcast(flat, source).wait()
+            for tensor, part in zip(those, cast("Tensors", flat.split(sizes)), strict=True):
+                if id(tensor) not in dropped:
+                    tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+# -- trees as bytes ----------------------------------------------------------------------------------------------------
+
+
+class Unfit(Exception):
+    """A value cannot be sent or digested."""
+
+
+class Packed(NamedTuple):
+    """Tree as bytes, and the tensors in it."""
+
+    data: bytes
+    tensors: Tensors
+
+
+class _Packer(pickle.Pickler):
+    """Pickler that puts tensors aside, and refers to known ones by their numbers."""
+
+    def __init__(self, file: io.BytesIO, known: Mapping[int, int], why_unfit: Callable[[Any], str] | None) -> None:
+        super().__init__(file, 5)
+        self._known, self._why_unfit = known, why_unfit
+        self.tensors: list[torch.Tensor] = []
+
+    @override
+    def reducer_override(self, obj: Any, /) -> Any:
+        if id(obj) in self._known:
+            return _known, (self._known[id(obj)],)
+        is_tensor = isinstance(obj, torch.Tensor)
+        if self._why_unfit is not None and (why := (why_unlike if is_tensor else self._why_unfit)(obj)):
+            raise Unfit(why)
+        if not is_tensor or obj.layout is not torch.strided:
+            return NotImplemented
+        self.tensors.append(obj)
+        return _tensor, (len(self.tensors) - 1,)
+
+
+def _known(number: int) -> Any:
+    """Stand for a known tensor in a pickle."""
+
+
+def _tensor(number: int) -> Any:
+    """Stand for another tensor in a pickle."""
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, packed: Packed, known: Tensors) -> None:
+        super().__init__(io.BytesIO(packed.data))
+        self._places = {"_tensor": packed.tensors.__getitem__, "_known": known.__getitem__}
+
+    @override
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        place = self._places.get(global_name) if module_name == __name__ else None
+        return place or super().find_class(module_name, global_name)
+
+
+def pack(
+    tree: Any,
+    known: Mapping[int, int] | None = None,
+    why_unfit: Callable[[Any], str] | None = None,
+    *,
+    is_digested: bool = False,
+) -> Packed:
+    """Return a tree as bytes and tensors. It may raise what pickling an object raises.
+
+    Args:
+        tree: Any picklable objects with tensors.
+        known: The numbers of tensors that :func:`unpack` replaces by those of the other rank, by their ``id``.
+        why_unfit: A function that returns the reason why an object in the tree cannot be sent, or "". With it, tensors
+            have to be plain.
+        is_digested: Whether the bytes are for a digest.
+
+    Raises:
+        Unfit: If an object cannot be sent.
+    """
+    file = io.BytesIO()
+    packer = _Packer(file, known or {}, why_unfit)
+    packer.fast = is_digested  # so that the bytes do not depend on which values are one object
+    packer.dump(tree)
+    return Packed(file.getvalue(), packer.tensors)
+
+
+def numbered(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the numbers of tensors by their ``id``."""
+    return {id(tensor): number for number, tensor in enumerate(tensors)}
+
+
+def unpack(packed: Packed, known: Tensors = ()) -> Any:
+    """Return the tree that :func:`pack` made bytes of, with these tensors in it."""
+    return _Unpacker(packed, known).load()
+
+
+class _Tree:
+    """Tree that becomes bytes where a collective pickles it, so that all ranks raise the error if it cannot be.
+
+    Args:
+        tree: The tree.
+        whole: Whether the bytes contain the tensors.
+    """
+
+    def __init__(self, tree: Any, *, whole: bool = False) -> None:
+        self._tree, self._whole = tree, whole
+        self.tensors: Tensors = ()
+
+    @override
+    def __reduce__(self) -> Any:
+        data, self.tensors = pack(self._tree)
+        kinds = [(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in self.tensors]
+        if not self._whole:
+            return tuple, ((data, kinds, _plan(self.tensors)),)
+        # In one tensor of bytes, since pickle takes long for small tensors, and does not support every dtype.
+        parts = [as_bytes(tensor.detach().cpu().contiguous()) for tensor in self.tensors]
+        return _whole, (data, kinds, torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts]))
+
+
+def _whole(data: bytes, kinds: Sequence[tuple[Any, ...]], flat: torch.Tensor) -> Any:
+    """Return a tree with the tensors whose bytes are in ``flat``."""
+    parts = cast("Tensors", flat.split([math.prod(shape) * dtype.itemsize for shape, dtype, _ in kinds]))
+    # Without the clone, a part may begin at an address that its dtype does not allow.
+    filled = [part.clone().view(kind[1]).view(kind[0]) for part, kind in zip(parts, kinds, strict=True)]
+    return unpack(Packed(data, filled))
+
+
+# -- from one to all ---------------------------------------------------------------------------------------------------
 
 
 def broadcast_tree(collective: Collective, tree: Any, source: int, devices: Iterable[torch.device] = ()) -> Any:
-    """Return the ``tree`` of rank ``source`` on every rank: dicts, lists and tuples of tensors and picklable leaves.
+    """Return the ``tree`` of rank ``source`` on every rank: any picklable objects with tensors.
 
     Args:
         collective: The ranks.
         tree: The tree to send. On the other ranks, their own tree, if they have one: its tensors receive the tensors of
-            ``source`` that fit.
+            ``source`` that fit, if they are at the same place in dicts, lists and tuples.
         source: The rank whose tree is sent.
         devices: The devices that this rank trains on. They are used for tensors that are not on a CPU at ``source`` and
             have no counterpart in ``tree`` here. Without them, such tensors go to the current device.
 
     Raises:
-        RuntimeError: On every rank, if a leaf that is not a tensor cannot be pickled.
-        TypeError: On every rank, if a container cannot be built without its tensors.
+        RuntimeError: On every rank, if an object cannot be pickled.
     """
-    skeletons, plan, tensors = _broadcast_skeletons(collective, [tree], source)
-    inbox = Inbox(tree if collective.rank == source else skeletons[0], devices)
-    filled = inbox.fill(inbox.skeleton, tree)
-    _move(collective, plan, tensors or inbox.tensors, source)
-    return filled
-
-
-def _broadcast_skeletons(collective: Collective, trees: list[Any], source: int) -> tuple[list[Any], _Plan, Tensors]:
-    """Return the skeletons of the trees of rank ``source``, the messages, and, on ``source``, the tensors."""
-    tensors: list[torch.Tensor] = []
-    sent: Any = None
-    if collective.rank == source:
-        try:
-            skeletons = [_skeleton_of(tree, tensors) for tree in trees]
-            sent = skeletons, _plan(tensors)
-        except Exception as error:  # some containers check their contents, such as PackedSequence
-            sent = TypeError(
-                f"A container cannot be sent to other ranks ({described(error)}). Put plain tensors into lists, tuples"
-                " or dicts instead. [J100]"
-            )
-            sent.__cause__ = error
-    received = collective.broadcast_object(sent, source)
-    if isinstance(received, TypeError):
-        raise received
-    return *received, tensors
-
-
-def _move(collective: Collective, plan: _Plan, tensors: Any, source: int, kept: Iterable[int] = ()) -> None:
-    for numbers in plan:
-        _Parcel([tensors[number] for number in numbers], kept).move(collective, source)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Place of a tensor in a skeleton.
-
-    Attributes:
-        number: The number of the tensor among all tensors that are sent. A tensor at several places of a tree has one
-            number.
-        shape: The shape of the tensor.
-        dtype: The dtype of the tensor.
-        device: The type of the tensor's device, without an index, because each rank has its own device.
-    """
-
-    number: int
-    shape: torch.Size
-    dtype: torch.dtype
-    device: str
+    inbox, move = _send(collective, tree, source, devices)
+    received = inbox.fill(inbox.skeleton, tree)
+    move()
+    return received
 
 
 class Inbox:
-    """Tensors into which a rank receives the tensors of a skeleton.
+    """Tree of the rank that is copied, and the tensors into which this rank receives its tensors.
 
     Args:
-        skeleton: The skeleton of the sender's tree.
-        devices: As for :func:`broadcast_tree`.
+        skeleton: The tree; on other ranks than the sender, with a tensor without memory in the place of each tensor.
+        empty: These tensors.
         keeps: Whether this rank has made as many steps as the sender, and so may keep its own state.
 
     Attributes:
-        tensors: The receiving tensors, by the numbers of their slots.
-        kept: The ``id`` of each tensor without memory whose message is received and dropped.
+        receiving: The tensor that receives, by the ``id`` of the one without memory. What has none is dropped.
     """
 
-    def __init__(self, skeleton: Any, devices: Iterable[torch.device] = (), *, keeps: bool = False) -> None:
-        self.skeleton, self.keeps = skeleton, keeps
-        self.tensors: dict[int, torch.Tensor] = {}
-        self.kept: set[int] = set()
-        self._used: set[int] = set()  # the id of each receiving tensor, since a tensor receives one slot only
-        self._devices = {device.type: device for device in devices}
+    def __init__(self, skeleton: Any, empty: Tensors = (), *, keeps: bool = False) -> None:
+        self.skeleton, self.keeps, self.empty = skeleton, keeps, empty
+        self.receiving: dict[int, torch.Tensor] = {}
+        self._used = set[int]()  # the id of each receiving tensor, since a tensor receives one slot only
 
-    def fill(self, skeleton: Any, own: Any = None, like: torch.Tensor | None = None, *, keeps: bool = False) -> Any:
-        """Return ``skeleton`` with a tensor in each slot, to be overwritten by the message.
+    def of(self, tree: Any) -> Inbox:
+        """Return the inbox of a part of the skeleton."""
+        inbox = copy(self)
+        inbox.skeleton = tree
+        return inbox
+
+    def fill(self, tree: Any, own: Any = None, like: torch.Tensor | None = None) -> Any:
+        """Return the skeleton, or a part of it, with tensors that the message will overwrite.
 
         Args:
-            skeleton: The skeleton of the sender's tree, or of a part of it.
-            own: The same part of this rank's tree. A tensor of it that fits its slot is used. If only the device type
-                fits, the new tensor is on the same device.
+            tree: The skeleton, or a part of it.
+            own: The same part of this rank's tree. If it has the same structure, its tensors that fit receive. If only
+                the device type of one fits, the new tensor is on the same device.
             like: The parameter that the tensors belong to. The new tensors are on its device, unless they are on the
                 CPU at the sender. If they have its shape, they also have its memory layout.
-            keeps: Whether this rank keeps its own tree and only takes part in the broadcast.
         """
-        own_at: dict[Any, Any] = dict(pytree.tree_flatten_with_path(own)[0])
-        leaves, structure = cast("tuple[list[tuple[Any, Any]], Any]", pytree.tree_flatten_with_path(skeleton))
-        filled: list[Any] = []
-        for path, slot in leaves:
-            if not isinstance(slot, Slot):
-                filled.append(slot)
+        if not self.empty:
+            return tree
+        (leaves, structure), (own_leaves, own_structure) = pytree.tree_flatten(tree), pytree.tree_flatten(own)
+        data, empty = pack(tree)
+        pairs = zip(map(id, leaves), own_leaves, strict=True) if structure == own_structure else ()
+        own_of = {place: leaf for place, leaf in pairs if isinstance(leaf, torch.Tensor) and not why_unlike(leaf)}
+        return unpack(Packed(data, self.receive(empty, [own_of.get(id(each)) for each in empty], like)))
+
+    def receive(
+        self, empty: Tensors, own: Sequence[torch.Tensor | None] = (), like: torch.Tensor | None = None
+    ) -> Tensors:
+        """Return tensors that receive in the places of tensors without memory.
+
+        Args:
+            empty: These tensors.
+            own: This rank's tensors in these places.
+            like: As for :meth:`fill`.
+        """
+        for each, mine in zip_longest(empty, own[: len(empty)]):
+            if id(each) in self.receiving:
                 continue
-            if slot.number not in self.tensors:
-                held: Any = own_at.get(path)
-                is_on_device = isinstance(held, torch.Tensor) and held.device.type == slot.device
-                device = self._devices.get(slot.device, torch.device(slot.device))
-                if slot.device != "cpu" and like is not None:
-                    device = like.device
-                elif is_on_device:
-                    device = held.device
-                wanted = slot.shape, slot.dtype, device
-                shell = torch.empty((), dtype=slot.dtype, device=device).expand(slot.shape)
-                if keeps:
-                    tensor = shell
-                    self.kept.add(id(tensor))
-                elif is_on_device and (held.shape, held.dtype, held.device) == wanted and id(held) not in self._used:
-                    tensor = held
-                else:
-                    base = shell if like is None or like.shape != slot.shape else like
-                    tensor = torch.empty_like(base, dtype=slot.dtype, device=device)
-                self._used.add(id(tensor))
-                self.tensors[slot.number] = tensor
-            filled.append(self.tensors[slot.number])
-        return pytree.tree_unflatten(filled, structure)
+            device = each.device
+            if like is not None and device.type != "cpu":
+                device = like.device
+            elif mine is not None and mine.device.type == device.type:
+                device = mine.device
+            fits = mine is not None and (mine.shape, mine.dtype, mine.device) == (each.shape, each.dtype, device)
+            if mine is None or not fits or id(mine) in self._used:
+                base = each if like is None or like.shape != each.shape else like
+                mine = torch.empty_like(base, dtype=each.dtype, device=device, requires_grad=False)
+            self._used.add(id(mine))
+            self.receiving[id(each)] = mine
+        return [self.receiving[id(each)] for each in empty]
 
 
-def _skeleton_of(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return ``tree`` with a slot for each of its tensors, and append the tensors to ``tensors``."""
-    numbers: dict[int, int] = {}
+def _send(
+    collective: Collective, tree: Any, source: int, devices: Iterable[torch.device], *, keeps: bool = False
+) -> tuple[Inbox, Callable[[], None]]:
+    """Send the tree of rank ``source``; return its inbox, and a function that sends the tensors."""
+    sent, device_of = _Tree(tree), {device.type: device for device in devices}
+    received: Any = collective.broadcast_object(sent, source)
+    if received is sent:
+        return Inbox(tree, keeps=keeps), lambda: broadcast_tensors(collective, sent.tensors, source)
+    data, kinds, plan = received
+    empty = [
+        torch.empty((), dtype=dtype, device=device_of.get(kind, torch.device(kind))).expand(shape)
+        for shape, dtype, kind in kinds
+    ]
+    inbox = Inbox(unpack(Packed(data, empty)), empty, keeps=keeps)
 
-    def slot(tensor: torch.Tensor) -> Slot:
-        number = numbers.setdefault(id(tensor), len(tensors))
-        if number == len(tensors):
-            tensors.append(tensor)
-        return Slot(number, tensor.shape, tensor.dtype, tensor.device.type)
+    def move() -> None:
+        dropped = {id(each) for each in empty if id(each) not in inbox.receiving}
+        _move(collective, plan, [inbox.receiving.get(id(each), each) for each in empty], source, dropped)
 
-    return pytree.tree_map_only(torch.Tensor, slot, tree)
+    return inbox, move
 
 
 # -- state at the end of a block ---------------------------------------------------------------------------------------
@@ -288,19 +372,16 @@ def copy_state(
 
     Raises:
         JoinError: On every rank, if a rank cannot copy the state of an object.
-        RuntimeError, TypeError: As for :func:`broadcast_tree`.
+        RuntimeError: As for :func:`broadcast_tree`.
     """
     parts = [part for _, part in exchanges]
-    trees = [next(part) for part in parts]
-    skeletons, plan, tensors = _broadcast_skeletons(collective, trees, source)
-    received = trees if collective.rank == source else skeletons
-    inboxes = [Inbox(skeleton, devices, keeps=keeps) for skeleton in received]
-    reasons: list[str] = [part.send(inbox) for part, inbox in zip(parts, inboxes, strict=True)]
-    if collective.reduce_boolean_decision(any(reasons), all=False):
+    inbox, move = _send(collective, [next(part) for part in parts], source, devices, keeps=keeps)
+    reasons: list[str] = [part.send(inbox.of(tree)) for part, tree in zip(parts, inbox.skeleton, strict=True)]
+    refusing = collective.line(SUMS).sum(int(any(reasons)), collective.world_size.bit_length())
+    collective.finish(refusing)
+    if refusing.total():
         _raise_not_copied([name for name, _ in exchanges], collective.all_gather_object(reasons, plain=True))
-    slots = {number: tensor for inbox in inboxes for number, tensor in inbox.tensors.items()}
-    kept = {number for inbox in inboxes for number in inbox.kept}
-    _move(collective, plan, tensors or slots, source, kept)
+    move()
     for part in parts:
         next(part, None)
 
@@ -326,19 +407,7 @@ def gather_trees(collective: Collective, tree: Any) -> list[Any]:
     The trees may differ in shape. Tensors arrive on the CPU.
 
     Raises:
-        RuntimeError: On every rank, if a leaf that is not a tensor cannot be pickled.
+        RuntimeError: On every rank, if an object cannot be pickled.
     """
-    tensors: list[torch.Tensor] = []
-    skeleton = _skeleton_of(tree, tensors)
-    # In one tensor of bytes, since pickle takes long for small tensors, and does not support every dtype.
-    parts = [as_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors]
-    sent = skeleton, [len(part) for part in parts], torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
-    return [_filled(*received) for received in collective.all_gather_object(sent)]
-
-
-def _filled(skeleton: Any, sizes: list[int], data: torch.Tensor) -> Any:
-    parts = cast("Sequence[torch.Tensor]", data.split(sizes))
-    # Without the clone, a part may begin at an address that its dtype does not allow.
-    return pytree.tree_map_only(
-        Slot, lambda slot: parts[slot.number].clone().view(slot.dtype).view(slot.shape), skeleton
-    )
+    sent = _Tree(tree, whole=True)
+    return [copy(sent) if row is sent else row for row in collective.all_gather_object(sent)]

@@ -54,9 +54,9 @@ class Sample:
         return "gradients" if any(apart[count:]) else "parameters" if any(apart[:count]) else ""
 
 
-def sampled(parameters: Sequence[torch.Tensor]) -> dict[str, float]:
+def sampled(tensors: Sequence[torch.Tensor], of: str = "parameters") -> dict[str, float]:
     """Return the sum of the norms of some rows, as a value to compare between ranks (``join.agreement``)."""
-    return {NORM: sum(Sample(parameters, set()).take(set()))}
+    return {f"{NORM} of the {of}": sum(Sample(tensors, set()).take(set()))}
 
 
 def _norm(tensor: torch.Tensor | None) -> float:

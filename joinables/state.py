@@ -22,7 +22,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from numbers import Integral, Real
 from typing import Any, Protocol, cast
 from weakref import WeakSet
@@ -36,8 +35,8 @@ from join import Join, Joinable, JoinError
 from join.agreement import differences
 from join.collectives._torch_private import pytree
 from join.errors import described
-from join.held import PLAIN, Packed, Part, Unfit, pack, unpack
-from join.transfer import Exchange, broadcast_tensors, why_unlike
+from join.held import PLAIN, Part, why_unfit
+from join.transfer import Exchange, Packed, Unfit, broadcast_tensors, numbered, pack, unpack, why_unlike
 from joinables._torch import autograd
 from joinables._torch.reducer import parameters_of_each_rank
 from joinables.adapter import Silent
@@ -123,41 +122,41 @@ class OptimizerState(Silent):
 
     @override
     def exchange(self, source: int) -> Exchange:
-        optimizer = self._optimizer
-        groups, parameters = without_params(optimizer.param_groups), parameters_of(optimizer)
-        shapes = str([[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups])
-        why_not, states = unlike_others(groups) or _first_unlike(parameters), dict[Any, Packed]()
+        groups, parameters = self._optimizer.param_groups, parameters_of(self._optimizer)
+        shapes = str([[tuple(parameter.shape) for parameter in group["params"]] for group in groups])
+        entries: dict[Any, Any] = {f"group {index}": group for index, group in enumerate(without_params(groups))}
+        entries |= self._states(parameters)
+        why_not, own = unlike_others(parameters), dict[Any, Packed]()
         try:
-            states = {key: pack(state, parameters) for key, state in self._states(parameters).items()}
-        except Unfit as why:
-            why_not = str(why)
-        values: Mapping[str, Any] = self.equal_values() if self._collective.rank == source else {}
-        inbox = yield ([], {}) if why_not else (groups, states), (shapes, values, bool(why_not))
-        (their_groups, their_states), (their_shapes, equal, refused) = inbox.skeleton
+            known = numbered(parameters)
+            own = {key: pack(entry, known, why_unfit) for key, entry in entries.items()}
+        except Exception as why:  # of code of the user's
+            why_not = str(why) if isinstance(why, Unfit) else described(why)
+        equal: Mapping[str, Any] = self.equal_values() if self._collective.rank == source else {}
+        inbox = yield {} if why_not else own, shapes, equal, bool(why_not)
+        theirs, their_shapes, equal, refused = inbox.skeleton
         if not (why_not or refused):
-            why_not = self._why_not(states, their_states, shapes, their_shapes)
+            why_not = self._why_not(own, theirs, shapes, their_shapes)
         if not why_not and inbox.keeps:
-            ranks = {source: equal, self._collective.rank: values or self.equal_values()}
+            ranks = {source: equal, self._collective.rank: self.equal_values()}
             why_not = differences({rank: [(self.join_name, held)] for rank, held in ranks.items()})
-        if not (why_not or refused):
-            first, fill = next(iter(parameters), None), partial(inbox.fill, keeps=inbox.keeps)
-            likes = [next(iter(group["params"]), first) for group in optimizer.param_groups]
-            groups = [fill(*group) for group in zip(their_groups, groups, likes, strict=True)]
-            of_key = {key: parameters[key] if isinstance(key, int) else first for key in their_states}
-            states = {key: fill(state, states.get(key), of_key[key]) for key, state in their_states.items()}
-        yield why_not
-        if not inbox.keeps and self._collective.rank != source:
-            self._load(groups, {key: unpack(state, parameters) for key, state in states.items()}, parameters)
-
-    def _load(
-        self, groups: list[dict[str, Any]], states: dict[Any, Any], parameters: Sequence[torch.nn.Parameter]
-    ) -> None:
-        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+        if self._collective.rank == source or inbox.keeps or why_not or refused:
+            yield why_not
+            return
+        first = next(iter(parameters), None)
+        likes = {f"group {index}": next(iter(group["params"]), first) for index, group in enumerate(groups)}
+        likes |= dict(enumerate(parameters))
+        for key, (data, tensors) in theirs.items():
+            mine = own[key].tensors if key in own else ()
+            theirs[key] = Packed(data, inbox.receive(tensors, mine, likes.get(key, first)))
+        yield ""
+        for index, group in enumerate(groups):
+            values = unpack(theirs.pop(f"group {index}"), parameters)
             for name in group.keys() - values.keys() - {"params"}:
                 del group[name]
             group.update(values)
-        for key, state in states.items():
-            self._optimizer.state[parameters[key] if isinstance(key, int) else key] = state
+        for key, packed in theirs.items():
+            self._optimizer.state[parameters[key] if isinstance(key, int) else key] = unpack(packed, parameters)
 
     def _why_not(self, own: Mapping[Any, Any], theirs: Mapping[Any, Any], own_shapes: str, their_shapes: str) -> str:
         """Return the reason why this rank cannot load the state of the last joiner; "" if it can."""
@@ -220,7 +219,7 @@ class State(Silent):
         names = self._names_of_buffers()
         tensors = [leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and _name_in(path) not in names]
         values = {pytree.keystr(path): leaf for path, leaf in leaves if type(leaf) in PLAIN}
-        return Part(name, values, None), Part(name, sampled(tensors), None, is_required=True)
+        return Part(name, values, None), Part(name, sampled(tensors, "state"), None, is_required=True)
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
@@ -239,7 +238,7 @@ class State(Silent):
         state, why_not = None, ""
         try:
             state = self._stateful.state_dict()  # on other ranks, its tensors receive the state
-            why_not = unlike_others(state)
+            why_not = unlike_others(pytree.tree_leaves(state))
         except Exception as failure:
             why_not = f"it has no state: {described(failure)}"
         inbox = yield None if why_not else state
@@ -393,12 +392,8 @@ def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
     return values
 
 
-def unlike_others(tree: Any) -> str:
-    """Return the reason why a tensor in ``tree`` cannot be sent, such as a shard of several ranks; "" if all can."""
-    return _first_unlike(pytree.tree_leaves(tree))
-
-
-def _first_unlike(leaves: Iterable[object]) -> str:
+def unlike_others(leaves: Iterable[object]) -> str:
+    """Return the reason why one of these tensors cannot be sent, such as a shard of several ranks; "" if all can."""
     return next(filter(None, (why_unlike(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))), "")
 
 

@@ -33,7 +33,7 @@ from joinables._torch.autograd import variable_of
 from joinables._torch.objects import is_scheduled
 from joinables._torch.reducer import held_parameters
 from joinables.adapter import Silent
-from joinables.state import parameters_of
+from joinables.state import parameters_of, rate_of
 
 _AT_END = 8  # stack level of the user's with statement
 _AT_STEP = 4  # and of the call of an optimizer's step
@@ -59,7 +59,7 @@ class Unlisted(Silent):
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
         self._listed = {id(target): target for target in targets}
         optimizers = [target for target in targets if isinstance(target, torch.optim.Optimizer)]
-        self._rates = {id(optimizer): _rates_of(optimizer) for optimizer in optimizers}
+        self._rates = {id(optimizer): rate_of(optimizer.param_groups) for optimizer in optimizers}
         self._handles = [register_optimizer_step_post_hook(self._after_step)]
 
     @override
@@ -95,7 +95,7 @@ class Unlisted(Silent):
             )
 
     @override
-    def synchronise(self, source: int) -> None:
+    def exchange(self, source: int) -> None:
         self._is_uneven = True
 
     @override
@@ -118,7 +118,7 @@ class Unlisted(Silent):
             self._warn(f"{name} stepped the parameter {parameters} of {target} at {place}", "it is not listed", name)
         if any(id(scaler) not in self._listed and scaler.is_enabled() for scaler in self._scalers):
             self._warn(f"A GradScaler stepped {name} at {place}", "it is not listed", "GradScaler")
-        has_changed = self._rates.get(id(optimizer)) not in (None, _rates_of(optimizer))
+        has_changed = self._rates.get(id(optimizer)) not in (None, rate_of(optimizer.param_groups))
         if has_changed and is_scheduled(optimizer) and not any(map(_may_set_rates, listed)):
             unless = " A scheduler that steps once for all steps can instead step after the block."
             self._warn(f"The learning rate of {name} changed", "no scheduler is listed", "scheduler", unless)
@@ -144,9 +144,3 @@ def _users_line() -> str:
 def _may_set_rates(obj: Any) -> bool:
     """Return whether a listed object may be what changes learning rates: a scheduler, or state of the user's own."""
     return not (isinstance(obj, (torch.nn.Module, torch.amp.GradScaler)) or hasattr(obj, "param_groups"))
-
-
-def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the learning rates of an optimizer that are plain numbers; reading a tensor may wait for a device."""
-    rates = [group.get("lr") for group in getattr(optimizer, "param_groups", ())]
-    return [rate for rate in rates if isinstance(rate, float)]

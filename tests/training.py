@@ -7,8 +7,9 @@ trains a case on ranks, and :func:`reference` in a single process. :func:`check`
 from __future__ import annotations
 
 import copy
+import random
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -251,7 +252,7 @@ class Loop:
     """The blocks, and how they go over the data."""
 
     iterate: str = ""  # over join.iterate, with these dummies: "empty", "last" or "a function"
-    lookahead: int = 1
+    lookahead: int = 1  # with 0, each batch is in the memory of the one before
     until: str = "all"
     stop: int | None = None  # all ranks break out of join.iterate after as many steps
     one_block: bool = False  # for all epochs
@@ -271,6 +272,7 @@ class Step:
     clip: bool = False
     forwards: int = 1  # before each backward
     evaluates: bool = False  # at some steps
+    draws: bool = False  # a factor of the loss, from generators that all ranks seeded alike
 
 
 @dataclass(frozen=True)
@@ -314,8 +316,28 @@ def shorter(case: Case) -> Case:
 # -- training it ------------------------------------------------------------------------------------------------------
 
 
+class OwnAttributes(torch.optim.Optimizer):
+    """Momentum, with its state in attributes: a list that the first step makes, a count, and a flag that comes back."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.momentum: list[torch.Tensor] = []
+        self.count, self.is_odd = 0, False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.momentum = self.momentum or [torch.zeros_like(parameter) for parameter in parameters]
+        self.count, self.is_odd = self.count + 1, not self.is_odd
+        for parameter, mean in zip(parameters, self.momentum, strict=True):
+            if parameter.grad is not None:
+                mean.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(mean, alpha=self.param_groups[0]["lr"] * (1 + 0.5 * self.is_odd) / self.count)
+
+
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "own attributes": (OwnAttributes, {"lr": 0.05}),
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
@@ -337,6 +359,28 @@ def longer(data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch
     return torch.cat([x, x + 1]), torch.cat([y, y])
 
 
+def in_one_place(
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield batches in the same memory, as some loaders do."""
+    place: list[torch.Tensor] = []
+    for batch in batches:
+        place = place or [torch.empty(2 * BATCH, *each.shape[1:], dtype=each.dtype) for each in batch]
+        x, y = (there[: len(each)].copy_(each) for there, each in zip(place, batch, strict=True))
+        yield x, y
+
+
+def seed() -> None:
+    """Seed the global generators alike on all ranks."""
+    random.seed(3)
+    torch.manual_seed(3)
+
+
+def draw() -> float:
+    """Draw a factor of a loss from the global generators."""
+    return 0.5 + random.random() + float(torch.rand(()))
+
+
 def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's batches of an epoch; in lockstep, if the case has it so, and then with dummies."""
     device, loop = device_of(case.model), case.loop
@@ -344,6 +388,8 @@ def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[tor
     mine = [(x.to(device), y.to(device)) for x, y in mine]
     if not case.in_lockstep(epoch):
         return mine
+    if not loop.lookahead:
+        mine = in_one_place(mine)
     dummy: Any = longer if loop.iterate == "a function" else loop.iterate
     until: Any = loop.until
     weigh: Any = (lambda data: len(data[0])) if case.data.weighted else None
@@ -404,6 +450,8 @@ def loss_of(module: Any, case: Case, epoch: int, branch: int, data: tuple[torch.
 def full_state(optimizer: Any) -> Any:
     """The state dict; of a sharded optimizer, with all shards."""
     state = None
+    if isinstance(optimizer, OwnAttributes):
+        return {**optimizer.state_dict(), "own": [optimizer.momentum, optimizer.count, optimizer.is_odd]}
     for to in range(dist.get_world_size() if hasattr(optimizer, "consolidate_state_dict") else 0):
         optimizer.consolidate_state_dict(to=to)  # drops what another rank holds, so each reads in its turn
         if dist.get_rank() == to:
@@ -489,6 +537,7 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.optimizer.decay)
     epochs = range(len(case.data.counts))
     join: Any = None
+    seed()
     for block in [epochs] if loop.one_block else [[epoch] for epoch in epochs]:
         listed = [model, stepper, scheduler]
         if join is None or not loop.one_join:
@@ -498,6 +547,7 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
             for epoch in block:
                 in_lockstep, scales = case.in_lockstep(epoch), case.scales(epoch)
                 for step, data in enumerate(batches(join, case, rank, epoch)):
+                    factor = draw() if what.draws else 1.0
                     if not in_lockstep:
                         join.weight = (len(data[0]) if case.data.weighted else 1) if scales else None
                     if what.evaluates and (step if case.is_sharded else rank + step) % 2:
@@ -509,7 +559,7 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
                     if step % (what.accumulate * what.zero_every) == 0:
                         optimizer.zero_grad(set_to_none=what.to_none)
                     with accumulating(trained, case.wrapper, sync=sync):
-                        loss = loss_of(model, case, epoch, branch_of(rank, step), data)
+                        loss = factor * loss_of(model, case, epoch, branch_of(rank, step), data)
                         divided_over = 1 if isinstance(case.wrapper, Shards) and not case.wrapper.divides else None
                         (join.scale(loss, divided_over) if scales else loss).backward()
                     if sync:
@@ -519,9 +569,10 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
                         scheduler.step()
                     if step + 1 == loop.stop and case.in_lockstep(epoch):
                         break
+    drawn = [draw()] if what.draws else []
     if case.is_sharded:
-        return flat_state(whole(trained.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
-    return flat_state(trained.module.state_dict(), full_state(optimizer), scheduler.state_dict())
+        return flat_state(whole(trained.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict(), drawn)
+    return flat_state(trained.module.state_dict(), full_state(optimizer), scheduler.state_dict(), drawn)
 
 
 def reference(case: Case) -> dict[str, torch.Tensor]:
@@ -531,9 +582,11 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.optimizer.decay)
     data, what = case.data, case.step
     k = what.accumulate
+    seed()
     for epoch in range(len(data.counts)):
         counts, scales = case.trained(epoch), case.scales(epoch)
         steps = max(counts)
+        factors = [draw() if what.draws else 1.0 for _ in range(steps)]
         for window in range(-(-steps // k) if case.in_lockstep(epoch) else steps // k):
             end = min((window + 1) * k, steps)
             if window % what.zero_every == 0:
@@ -550,7 +603,7 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
                 for step in range(window * k, end):
                     parts = [data.batch(rank, epoch, step) for rank in ranks if counts[rank] > step]
                     together = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
-                    share = len(parts) * BATCH / total if scales else len(parts) / divisor
+                    share = factors[step] * (len(parts) * BATCH / total if scales else len(parts) / divisor)
                     (loss_of(model, case, epoch, 0, together) * share).backward()
                 kept = [b.clone() for b in model.buffers()]
             for rank in ranks if not case.model.synchronised else ():
@@ -558,7 +611,7 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
                     buffer.copy_(value)
                 for step in windows[rank]:
                     loss = loss_of(model, case, epoch, branch_of(rank, step), data.batch(rank, epoch, step))
-                    share = data.samples(rank, epoch, step) / total if scales else 1 / divisor
+                    share = factors[step] * (data.samples(rank, epoch, step) / total if scales else 1 / divisor)
                     (loss * share * (k if what.divided else 1)).backward()
                 # The leader is the lowest rank that takes part in the synchronised step.
                 if kept is None and counts[rank] >= end:
@@ -569,7 +622,8 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             scheduler.step()
-    return flat_state(model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
+    drawn = [draw()] if what.draws else []
+    return flat_state(model.state_dict(), full_state(optimizer), scheduler.state_dict(), drawn)
 
 
 def check(pool: Pool, case: Case, by: Callable[..., Any] = train, **options: Any) -> None:

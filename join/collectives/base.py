@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ ReduceOp: TypeAlias = Literal["sum", "min", "max"]
 V = TypeVar("V")
 
 _WORD_BITS = 63  # of an int64 without its sign
+_HEAD = struct.Struct("<q?")  # of an object: its size, and whether it could be pickled
+_ROOM = 4096 - _HEAD.size  # bytes of a broadcast object in its first message; only a larger one needs a second message
 
 
 @dataclass
@@ -172,11 +175,15 @@ class Collective(ABC):
         """
         is_source = self.rank == source
         data, ok = _packed(value, plain) if is_source else (bytearray(), True)
-        head = torch.tensor([len(data), ok], dtype=torch.int64, device="cpu")
-        self.finish(self.broadcast(head, source))  # checks the source
-        size, ok = int(head[0]), bool(head[1])
-        data = data or bytearray(size)
-        self.finish(self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source))
+        first = bytearray(_HEAD.pack(len(data), ok) + data[:_ROOM].ljust(_ROOM))
+        self.finish(self.broadcast(torch.frombuffer(first, dtype=torch.uint8), source))  # checks the source
+        size, ok = _HEAD.unpack_from(first)
+        if size > _ROOM:
+            rest = data[_ROOM:] or bytearray(size - _ROOM)
+            self.finish(self.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source))
+            data = first[_HEAD.size :] + rest
+        else:
+            data = first[_HEAD.size : _HEAD.size + size]
         if not ok:
             raise RuntimeError(
                 f"Rank {source} cannot pickle the object to broadcast ({data.decode()}). Send an object that pickle"

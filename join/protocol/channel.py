@@ -192,9 +192,7 @@ class Channel:
             self.headers.apply(self.headers.last)
         self._set_roster(Roster((*self.roster.scopes, scope), self.collective.world_size))
         if not self.place.step.in_loop:
-            # All ranks enter with data, even after another block in the same one, which some left early. And the last
-            # unit may come from a small batch at its end.
-            self.headers.leader, self.scaling.unit = 0, 1.0
+            self.scaling.unit = 1.0  # the last one may come from a small batch at the end of another block
             self.place = Place(loop=self.place.loop)
 
     def agree(self) -> None:
@@ -213,8 +211,6 @@ class Channel:
             self.place = Place()
         elif self.place.phase is Phase.DRAINING:  # of the block that is left
             self.place.phase = Phase.PLAIN
-        if not self.place.step.in_loop:  # in the body of a loop, the lowest rank with a batch stays the leader
-            self.headers.leader = 0  # in the block around it, where all ranks are that have entered the block inside
         self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
         self.messages.resize(header=self.roster.code.bits)
         for member in scope.announcing:  # otherwise they and the last header refer to each other
@@ -226,6 +222,9 @@ class Channel:
     def _set_roster(self, roster: Roster) -> None:
         self.roster = roster
         self.headers.use(roster)
+        # All ranks enter and leave a block together, even inside another one, which some have left.
+        if not self.place.step.in_loop:  # in the body of a loop, the lowest rank with a batch stays the leader
+            self.headers.leader = 0
         self.guard.timeout = roster.timeout
         self._outstanding = []
 

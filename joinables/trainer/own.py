@@ -25,6 +25,7 @@ from join.collectives import Collective
 from join.collectives.horovod import HorovodCollective
 from join.collectives.xla import XLACollective
 from join.joinable import Burst, OnGroup
+from join.transfer import Exchange
 from joinables.trainer.launch import Place
 from joinables.trainer.strategy import Strategy, register_strategy
 
@@ -41,7 +42,7 @@ class Gradients(OnGroup, Burst):
         super().__init__(collective)
         self._collective, self._module = collective, module
         self._parameters = list(module.parameters())
-        self.synchronise(0)
+        self._copy(0)
 
     def average(self, weight: float) -> None:
         """Replace gradients, the weighted sums over batches of this rank, by means over all ranks, all at once."""
@@ -78,7 +79,12 @@ class Gradients(OnGroup, Burst):
         return list(self._module.buffers())
 
     @override
-    def synchronise(self, source: int) -> None:
+    def exchange(self, source: int) -> Exchange:
+        yield None
+        yield ""
+        self._copy(source)
+
+    def _copy(self, source: int) -> None:
         for tensor in (*self._parameters, *self._module.buffers()):
             self._collective.finish(self._collective.broadcast(tensor.data, source), on_cpu=tensor.is_cpu)
 

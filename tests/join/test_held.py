@@ -13,8 +13,8 @@ import torch
 
 from join.collectives import ThreadCollective, run_threads
 from join.errors import ProtocolError
-from join.held import Held, Part, Unfit, pack, unpack
-from join.transfer import copy_state
+from join.held import Held, Part, pack_attribute
+from join.transfer import Packed, Unfit, copy_state, numbered, pack, unpack
 
 
 class Thing:
@@ -37,8 +37,8 @@ def test_tensors_and_parameters_of_another_rank() -> None:
     """A pickle refers to parameters, even as keys; tensors stay aside; a tensor at two places remains one."""
     ours, theirs, momentum = torch.ones(2), torch.zeros(2), torch.full((2,), 3.0)
     value = {"all": {ours: [momentum, momentum]}, "queue": deque([1, 2], maxlen=2)}
-    data, tensors = pack(value, [ours])
-    received = unpack((data, [torch.ones(1)]), [theirs])
+    data, tensors = pack(value, numbered([ours]))
+    received = unpack(Packed(data, [torch.ones(1)]), [theirs])
     assert [each is momentum for each in tensors] == [True]
     ((key, (first, second)),) = received["all"].items()
     assert key is theirs
@@ -52,16 +52,13 @@ def test_tensors_and_parameters_of_another_rank() -> None:
         ([0.0] * 10**6, "more than 1 MiB"),
         ({"a": {"b": "x" * 2**21}}, "more than 1 MiB"),
         (threading.Lock(), "cannot pickle"),
-        (["".join], "method"),
         ([threading.Thread(target=print).start], "it holds a method"),
         (torch.eye(2).to_sparse(), "which is not a plain tensor"),
     ],
 )
 def test_values_that_are_unfit(value: Any, why: str) -> None:
-    if why == "method":
-        return
     with pytest.raises(Unfit, match=why):
-        pack(value, limit=2**20)
+        pack_attribute(value)
 
 
 class Large:
@@ -191,3 +188,18 @@ def test_attributes_after_an_uneven_block() -> None:
     assert [found["n"] for found in copied({"n": lambda rank: 10 * rank}, trains)] == [2, 5, 20]
     assert [found["n"] for found in copied({"n": 0}, trains, ("n",))] == [2, 5, 0]
     assert [len(found["momentum"]) for found in copied({"momentum": None, "n": 0}, trains)] == [1] * 3
+
+
+def test_large_tensors_are_copied_whatever_their_digests() -> None:
+    """A digest of a large tensor, or of one on a device, does not contain all of it."""
+
+    def rank_main(collective: ThreadCollective) -> tuple[int, int]:
+        thing = Thing(momentum=[torch.zeros(10_000, 2)], n=1)
+        before = held(thing, collective)
+        if collective.rank == 1:
+            thing.momentum[0][0] = 1.0
+        return before.digest_of_changes(), before.digest_of_changes(is_copied=True)
+
+    (even, uneven), (other_even, other_uneven) = run_threads(2, rank_main)
+    assert even == other_even == 0
+    assert uneven != other_uneven

@@ -97,9 +97,9 @@ def copied(reason: str) -> Callable[[ThreadCollective], list[Any]]:
 
         def part(own: Any, *, keeps: bool = False, why_not: str = "") -> Exchange:
             inbox = yield own
-            filled = inbox.fill(inbox.skeleton, own, keeps=keeps)
+            filled = own if keeps else inbox.fill(inbox.skeleton, own)
             yield why_not
-            received.append(own if keeps else filled)
+            received.append(filled)
 
         fitting, kept = torch.full((3,), float(rank)), torch.full((2,), rank)
         parts = [
@@ -109,7 +109,7 @@ def copied(reason: str) -> Callable[[ThreadCollective], list[Any]]:
         ]
         counting = Counting(collective)
         copy_state(collective, parts, 1, ())
-        assert len(counting.sizes) == 3  # two for the skeletons
+        assert len(counting.sizes) == 2  # one for the trees
         assert received[0]["weight"] is fitting or rank == 1
         return received
 

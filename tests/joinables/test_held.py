@@ -283,9 +283,9 @@ def averages(rank: int, kind: str, way: str, skips: bool, differs: bool) -> str:
 @pytest.mark.parametrize(("skips", "differs"), [(True, False), (False, False), (True, True)])
 def test_averages_that_only_some_ranks_update(pool: Pool, kind: str, way: str, skips: bool, differs: bool) -> None:
     """An error, unless they differed before."""
-    name = "Shadow" if kind == "shadow" else "AveragedModel"
+    name = "state of Shadow" if kind == "shadow" else "parameters of AveragedModel"
     for text in pool.run(averages, kind, way, skips, differs, ranks=RANKS):
-        assert f"of the parameters of {name} is" in text if skips and not differs else text == "fine"
+        assert f"of the {name} is" in text if skips and not differs else text == "fine"
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------

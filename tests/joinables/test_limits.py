@@ -44,8 +44,8 @@ def copies_state(rank: int) -> tuple[list[float], float]:
 
 def test_state_is_copied_under_the_limit_of_the_group(pool: Pool) -> None:
     for limits, before in pool.run(copies_state):
-        on_entering, *copied = limits
-        assert on_entering == 60.0
+        on_entering, on_comparing, *copied = limits
+        assert on_entering == on_comparing == 60.0
         assert copied and copied == [before] * len(copied)
 
 

@@ -60,7 +60,12 @@ def cases(draw: st.DrawFn) -> Case:
     case = Case(
         Model(recipe, hidden=hidden),
         DDP(options, hook=draw(st.sampled_from(["", "", "allreduce"]))),
-        Optimizer(draw(OPTIMIZERS), RATE, zero=zero, zero_views=zero and draw(st.booleans())),
+        Optimizer(
+            draw(OPTIMIZERS if zero else st.one_of(OPTIMIZERS, st.just("own attributes"))),
+            RATE,
+            zero=zero,
+            zero_views=zero and draw(st.booleans()),
+        ),
         Data(draw(counts()), weighted=draw(st.booleans())),
         draw(LOOPS),
         draw(STEPS),
@@ -107,7 +112,7 @@ def legal_loop(loop: Loop) -> Loop:
 LOOPS = st.builds(
     Loop,
     iterate=st.sampled_from(["", "empty", "last"]),
-    lookahead=st.integers(1, 3),
+    lookahead=st.integers(0, 3),
     until=st.sampled_from(["all", "all", "first"]),
     stop=st.sampled_from([None, None, 1, 2, 3]),
     one_block=st.booleans(),
@@ -122,6 +127,7 @@ STEPS = st.builds(
     clip=st.booleans(),
     forwards=st.integers(1, 2),
     evaluates=st.booleans(),
+    draws=st.booleans(),
 )
 
 
@@ -137,11 +143,19 @@ def with_full_windows(case: Case) -> Case:
     return replace(case, loop=loop, data=replace(case.data, counts=tuple(map(tuple, epochs))))
 
 
+def without_windows(case: Case) -> Case:
+    """The case with no window of accumulation in a loop that reads nothing ahead."""
+    if case.step.accumulate == 1 or case.loop.lookahead or not case.loop.iterate:
+        return case
+    return replace(case, loop=replace(case.loop, lookahead=1))
+
+
 def legal_sharded(case: Case) -> Case:
     """The case over ``join.iterate``, without what cannot be together there."""
     shards = case.wrapper
     assert isinstance(shards, Shards)
     case = replace(case, loop=replace(case.loop, iterate=case.loop.iterate or "empty", plain_last=False))
+    case = without_windows(case)
     if case.model.synchronised:
         case = replace(case, data=replace(case.data, weighted=False), loop=replace(case.loop, iterate="empty"))
     k = case.step.accumulate
@@ -157,6 +171,9 @@ def legal(case: Case, *, has_buffers: bool) -> Case:
     ddp = case.wrapper
     assert isinstance(ddp, DDP)
     case = replace(case, step=legal_step(case.step, case.loop, ddp, zero=case.optimizer.zero))
+    case = without_windows(case)
+    if case.step.draws:  # no rank knows which of the last ones draws for a window that it leaves open
+        case = with_full_windows(case)
     if case.loop.stop is not None:  # a loop is left between windows
         case = replace(case, loop=replace(case.loop, stop=case.loop.stop * case.step.accumulate))
     if has_buffers:

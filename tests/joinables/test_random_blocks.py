@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from tests.harness import Pool
-from tests.training import assert_same
+from tests.training import assert_same, seed
+from tests.training import draw as drawn
 
 SOAK = int(os.environ.get("SOAK", "0"))
 TOLERANCE = 1e-9
@@ -41,6 +42,7 @@ class Block:
     counts: tuple[int, ...]
     loops: int = 1  # over join.iterate; all of them are made before the first begins
     until: Literal["all", "first"] = "all"
+    lookahead: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Program:
     stays_frozen: bool = False  # on entering a block, all parts are frozen
     momentum_encoder: bool = False
     optimizer: str = "listed"  # or "wrapped" or "unlisted"
+    draws: bool = False  # each step draws a factor of its losses from generators that all ranks seeded alike
 
     @property
     def ranks(self) -> int:
@@ -147,11 +150,12 @@ def steps_of_rank(join: Join, program: Program, number: int, rank: int) -> Itera
         yield from enumerate(data)
         return
     weigh: Any = len if program.weighted else None
+    ahead = block.lookahead
     # The loops are made before the first begins; each has a part of the steps.
     size = -(-steps_of(block) // block.loops)
     size = max(-(-size // program.window) * program.window, 1)
     parts = [data[start : start + size] for start in range(0, size * block.loops, size)]
-    loops = [join.iterate(part, block.until, weigh=weigh, window=program.window) for part in parts]
+    loops = [join.iterate(part, block.until, lookahead=ahead, weigh=weigh, window=program.window) for part in parts]
     step = 0
     for loop in loops:
         for x in loop:
@@ -169,12 +173,14 @@ def train(rank: int, program: Program) -> dict[str, torch.Tensor]:
     listed = [ddp] if program.optimizer == "unlisted" else [ddp, optimizer]
     if program.optimizer == "unlisted":
         inner.param_groups[0]["momentum"] = 0.0
+    seed()
     for number, block in enumerate(program.blocks):
         places_of_block = places(program)[number]
         net.parts.requires_grad_(not program.stays_frozen)
         with Join(listed, enable=block.kind != DISABLED, divide_by_initial_world_size=program.initial) as join:
             for step, x in steps_of_rank(join, program, number, rank):
                 place, ends = places_of_block[step]
+                factor = drawn() if program.draws else 1.0
                 if place == 0:
                     inner.zero_grad(set_to_none=program.to_none)
                 scales = program.weighted or (block.kind == LOCKSTEP and program.window > 1)
@@ -187,7 +193,7 @@ def train(rank: int, program: Program) -> dict[str, torch.Tensor]:
                     synchronises = ends and forward + 1 == program.forwards
                     with nullcontext() if synchronises or ddp is net else ddp.no_sync():
                         output = ddp(x, takes_empty=block.kind != LOCKSTEP or step % 2 == 0)
-                        loss = output.mean() / losses if scales else output.mean() / losses / program.window
+                        loss = factor * output.mean() / (losses if scales else losses * program.window)
                         (join.scale(loss) if scales else loss).backward()
                 if ends:
                     optimizer.step()
@@ -213,8 +219,10 @@ def reference(program: Program) -> dict[str, torch.Tensor]:
     parameters = [p for part in net.parts for p in part.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.0 if program.optimizer == "unlisted" else 0.9)
     held: dict[int, tuple[float, list[torch.Tensor | None]]] = {}  # the open windows of ranks: weights and gradients
+    seed()
     for number, block in enumerate(program.blocks):
         for step, (place, ends) in enumerate(places(program)[number]):
+            factor = drawn() if program.draws else 1.0
             if place == 0:
                 optimizer.zero_grad(set_to_none=program.to_none)
                 held = {}
@@ -228,7 +236,8 @@ def reference(program: Program) -> dict[str, torch.Tensor]:
                         amount = float(weight_in(program, block, number, rank, step)) if program.weighted else 1.0
                         amount /= program.forwards
                         before, sums = held.get(rank, (0.0, [None] * len(parameters)))
-                        held[rank] = before + amount, [plus(a, b, amount) for a, b in zip(sums, own, strict=True)]
+                        own = [plus(a, b, factor * amount) for a, b in zip(sums, own, strict=True)]
+                        held[rank] = before + amount, own
             if ends:  # a rank that shadows does not know whether its loop would have called zero_grad
                 held = {rank: own for rank, own in held.items() if block.counts[rank]}
                 apply(program, block, parameters, held, places(program)[number], step)
@@ -292,7 +301,9 @@ def programs(draw: st.DrawFn) -> Program:
             counts = [counts[0]] * ranks
         if kind == PLAIN and window > 1:  # all end in the same place of a window, or have nothing
             counts = [max(counts) if draw(st.booleans()) else 0 for _ in counts]
-        blocks.append(Block(kind, tuple(counts), draw(st.integers(1, 2)) if kind == LOCKSTEP else 1))
+        loops, ahead = draw(st.integers(1, 2)), draw(st.integers(0 if window == 1 else 1, 2))
+        looping = kind == LOCKSTEP
+        blocks.append(Block(kind, tuple(counts), loops if looping else 1, lookahead=ahead if looping else 1))
     freezes = draw(st.sampled_from(["", "forwards", "steps", "blocks"]))
     # DDP alone raises if zero_grad has dropped a window in which it found a parameter used.
     assume(not freezes or DISABLED not in [block.kind for block in blocks[1:]])
@@ -310,6 +321,7 @@ def programs(draw: st.DrawFn) -> Program:
         stays_frozen=draw(st.booleans()),
         momentum_encoder=encoder,
         optimizer=draw(st.sampled_from(["listed", "wrapped", "unlisted"])),
+        draws=draw(st.booleans()),
     )
 
 

@@ -231,8 +231,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "= 0, 1.0\n            self.place = Place(",
-        "= 0, 1.0\n        self.place = Place(",
+        "end of another block\n            self.place = Place(",
+        "end of another block\n        self.place = Place(",
         "tests/join/protocol/test_nested.py::test_an_uneven_block_in_the_body_of_a_loop",
     ),
     Mutant(
@@ -546,8 +546,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "listed, exchanges = self.channel.roster.listed, ",
-        "listed, exchanges = self.scope.members, ",
+        "        for member in roster.listed:\n            exchange =",
+        "        for member in self.scope.members:\n            exchange =",
         "tests/join/protocol/test_nested.py::test_state_of_an_outer_block_is_copied_with_that_of_an_uneven_inner_one",
     ),
     Mutant(
@@ -657,21 +657,33 @@ MUTANTS = [
     ),
     Mutant(
         "join/held.py",
-        "    if limit is not None and is_larger(value, limit):\n",
+        "    if is_larger(value, LARGEST):\n",
         "    if False:\n",
         "tests/join/test_held.py::test_a_large_value_is_not_read_and_named_once",
     ),
     Mutant(
-        "join/held.py",
-        "                return _known, (self._known[id(obj)],)\n",
-        "                pass\n",
+        "join/transfer.py",
+        "            return _known, (self._known[id(obj)],)\n",
+        "            pass\n",
         "tests/join/test_held.py::test_tensors_and_parameters_of_another_rank",
     ),
     Mutant(
         "join/generators.py",
-        "        elif apart:\n",
-        "        elif False:\n",
+        "        return apart if is_copied else []\n",
+        "        return []\n",
         "tests/join/test_generators_of_ranks.py::test_generators_that_were_seeded_alike",
+    ),
+    Mutant(
+        "join/block.py",
+        "if differ or not shadowed:",
+        "if False:",
+        "tests/joinables/test_held.py::test_attributes_of_optimizers",
+    ),
+    Mutant(
+        "join/held.py",
+        "        if is_copied and self._has_unread_tensors:\n",
+        "        if False:\n",
+        "tests/join/test_held.py::test_large_tensors_are_copied_whatever_their_digests",
     ),
     Mutant(
         "join/generators.py",
@@ -687,26 +699,26 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "            if step in theirs[name]:\n",
-        "            if False:\n",
+        " if 0 < n <= len(own)]",
+        " if False]",
         "tests/joinables/test_held.py::test_schedules_from_the_length_of_each_rank",
     ),
     Mutant(
         "join/transfer.py",
-        "if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout",
+        "if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout",
         "if tensor.layout",
         "tests/joinables/test_state_at_end.py::test_what_cannot_be_copied_is_an_error_on_all_ranks",
     ),
     # -- copies --------------------------------------------------------------------------------------------------------
     Mutant(
         "join/transfer.py",
-        "            if id(tensor) not in self._kept:\n",
-        "            if True:\n",
+        "                if id(tensor) not in dropped:\n",
+        "                if True:\n",
         "tests/join/test_transfer.py::test_all_state_travels_together",
     ),
     Mutant(
         "join/transfer.py",
-        " and id(held) not in self._used:",
+        " or id(mine) in self._used:",
         ":",
         "tests/join/test_transfer.py::test_a_tensor_that_is_at_two_places_receives_once",
     ),
@@ -718,14 +730,14 @@ MUTANTS = [
     ),
     Mutant(
         "join/transfer.py",
-        "parts[slot.number].clone()",
-        "parts[slot.number]",
+        "part.clone().view(kind[1])",
+        "part.view(kind[1])",
         "tests/join/test_transfer.py::test_trees_of_any_shape_arrive_whole",
     ),
     Mutant(
         "join/transfer.py",
-        "base = shell if like is None or like.shape != slot.shape else like",
-        "base = shell",
+        "base = each if like is None or like.shape != each.shape else like",
+        "base = each",
         "tests/join/test_transfer.py::test_state_has_the_memory_layout_of_its_parameter",
     ),
     # -- weights of losses ---------------------------------------------------------------------------------------------
@@ -1209,8 +1221,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            self.headers.leader = 0  # in the block around it",
-        "            pass  # in the block around it",
+        "            self.headers.leader = 0\n        self.guard",
+        "            pass\n        self.guard",
         "tests/joinables/ddp/test_buffers.py::test_statistics_after_an_inner_block_that_another_rank_led",
     ),
     Mutant(

@@ -254,8 +254,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "self.headers.leader, self.scaling.unit = 0, 1.0",
-        "self.scaling.unit = 1.0",
+        "            self.headers.leader = 0\n        self.guard",
+        "            pass\n        self.guard",
         LOOP + "test_buffers_are_those_of_the_lowest_rank_with_data",
     ),
 ]

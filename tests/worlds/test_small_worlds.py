@@ -30,11 +30,12 @@ UNREACHED = {
     "Rounds._fits is False": "no round is that long here: tests/join/loop",
     "block._compare sends all_gather_object": "values that differ: tests/joinables",
     "channel.meet sends start": "of the trainer: tests/joinables/trainer/test_collective.py",
-    "generators.synchronise sends broadcast_object": "nothing draws numbers here: tests/join/test_generators.py",
+    "Held._has_unread_tensors is True": "nothing has attributes here: tests/joinables/test_held.py",
     "held.compare sends all_gather_object": "nothing has attributes here: tests/joinables/test_held.py",
     "loop._read_all sends gather_numbers": "window='all': tests/join/loop",
+    "_Tree._whole is True": "of metrics",
+    "transfer._move sends broadcast": "a tensor alone in its message: test_transfer.py",
     "transfer.copy_state sends all_gather_object": "state that does not fit: test_transfer.py",
-    "transfer.move sends broadcast": "tensors of a joinable's own: test_transfer.py",
     "transfer.gather_trees sends all_gather_object": "of metrics",
 }
 """What no letter reaches, with the reason."""

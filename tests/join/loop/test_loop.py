@@ -267,12 +267,12 @@ def test_a_loader_keeps_its_other_methods_for_itself() -> None:
 
 def test_a_first_batch_that_cannot_be_sent() -> None:
     def run(collective: ThreadCollective) -> None:
-        sequence = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
+        batch = [torch.ones(2), lambda: None]
         with (
             pytest.raises(JoinError, match=r"the first batch of rank 0 cannot be sent to them"),
             Join([Leading(collective)]) as join,
         ):
-            for _ in join.iterate([sequence] * (1 - collective.rank), dummy="last"):
+            for _ in join.iterate([batch] * (1 - collective.rank), dummy="last"):
                 pass
 
     run_threads(2, run)

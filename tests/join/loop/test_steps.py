@@ -157,7 +157,7 @@ class Copied(Counter):
         super().__init__(group)
         self.done: list[str] = []
 
-    def synchronise(self, source: int) -> None:
+    def exchange(self, source: int) -> None:
         self.done.append(f"all state from rank {source}")
 
     def synchronise_own(self, source: int) -> None:

@@ -123,7 +123,7 @@ class Copied(Leading):
 
     source: int | None = None
 
-    def synchronise(self, source: int) -> None:
+    def exchange(self, source: int) -> None:
         self.source = source
 
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 from join import Burst, Join
 from join.collectives import Collective, ReduceOp, TorchCollective, Work, collective_of
 from join.joinable import OnGroup
+from join.transfer import Exchange
 from joinables.trainer import DDPStrategy, Strategy, Trainer
 from joinables.trainer.launch import Place
 from tests.examples import examples_of
@@ -78,7 +79,9 @@ class Gradients(OnGroup, Burst):
         self.sum(0.0)
 
     @override
-    def synchronise(self, source: int) -> None:
+    def exchange(self, source: int) -> Exchange:
+        yield None
+        yield ""
         for parameter in self.parameters:
             self.collective.finish(self.collective.broadcast(parameter.data, source))
 

@@ -60,6 +60,9 @@ class Arrivals:
         self.factor = 1.0
         """The number that multiplies the gradients of the current backward. It is 0 on a dummy, and if a batch has the
         weight 0. For a comm hook, it turns each gradient into a part of the mean."""
+        self.drops = False
+        """Whether gradients that a factor of 0 multiplies are ``None`` instead of zeros, which take longer. The reducer
+        then adds 0."""
 
     def watch(self, parameters: Sequence[torch.nn.Parameter], begin: Callable[[], None]) -> None:
         """Watch the parameters until the block is left; called before its first forward."""
@@ -75,14 +78,15 @@ class Arrivals:
         """Do nothing from here on; called when the block is left."""
         self.begin, self.factor = None, 1.0
 
-    def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor] | None:
+    def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None] | None:
         """Find a backward, and multiply a gradient; called before each gradient arrives at its parameter."""
         if backward_under_way() != self.task and self.begin is not None:
             self.begin()
         if self.factor == 1.0 or (gradient := gradients[0]) is None:  # SyncBatchNorm passes None for an empty batch
             return None
-        # For 0, even a gradient of NaN is gone. None would cost less, but hooks of the user's read `grad`.
-        return (gradient * self.factor if self.factor else torch.zeros_like(gradient),)
+        if self.factor:
+            return (gradient * self.factor,)
+        return (None if self.drops else torch.zeros_like(gradient),)  # even a gradient of NaN is gone
 
 
 _arrivals: WeakKeyDictionary[DistributedDataParallel, Arrivals] = WeakKeyDictionary()

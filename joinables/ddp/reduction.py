@@ -118,6 +118,9 @@ class GradientSync(DDPBurst):
         self._handles += refuse_unreduced_parameters(self._ddp, set[int]().union(*reduced.values()))
         others = [each for each in bursts if each is not self] if self._collective.world_size > 1 else []
         self._sharing = [each for each in others if reduced[each] & reduced[self]]
+        records_use = self._ddp.find_unused_parameters or self._ddp.static_graph
+        self._may_be_read = bool(self._has_comm_hook or self._sharing or records_use)
+        """Whether gradients may be read before they are reduced, even if no hook of a parameter reads them."""
 
     @override
     def detach(self) -> None:
@@ -141,8 +144,6 @@ class GradientSync(DDPBurst):
         inbox = yield bytes(result is not None for result in results)
         present: bytes = inbox.skeleton
         yield ""
-        # All ranks know the shapes of these tensors, so that they need no skeleton.
-        reducer.broadcast(self._ddp, reducer.parameters(self._ddp), source)
         self._memory.own = None
         with_gradient = list(compress(self._parameters, present))
         if is_source:
@@ -150,9 +151,9 @@ class GradientSync(DDPBurst):
         elif unreduced:
             gradients = [torch.empty_like(parameter) for parameter in with_gradient]  # received and dropped
         else:
-            self._adopt(present)
-            gradients = [cast("torch.Tensor", parameter.grad) for parameter in with_gradient]
-        reducer.broadcast(self._ddp, gradients, source)
+            gradients = self._adopt(present)
+        # All ranks know the shapes of these tensors, so that they need no skeleton.
+        reducer.broadcast(self._ddp, [*reducer.parameters(self._ddp), *gradients], source)
 
     def _results(self, unreduced: bool) -> list[torch.Tensor | None]:
         """Return the last result of each parameter, to send it; ``unreduced`` says whether newer gradients hide it."""
@@ -165,18 +166,25 @@ class GradientSync(DDPBurst):
         zeros = [None if g is None or headers_depend else torch.zeros_like(g) for g in gradients]
         return [self._memory.window.kept.get(index, zero) for index, zero in enumerate(zeros)]
 
-    def _adopt(self, present: Sequence[int]) -> None:
+    def _adopt(self, present: Sequence[int]) -> list[torch.Tensor]:
         """Let each parameter that is ``present`` have a gradient to be overwritten, and the others have none.
+
+        Returns:
+            These gradients.
 
         Gradients that fit stay, as they may be views of buckets. A hook that compresses gradients may have left one of
         another dtype.
         """
+        adopted: list[torch.Tensor] = []
         for parameter, is_present in zip(self._parameters, present, strict=True):
             gradient = parameter.grad
             if not is_present:
                 parameter.grad = None
-            elif gradient is None or gradient.dtype != parameter.dtype:
-                parameter.grad = torch.zeros_like(parameter)
+                continue
+            if gradient is None or gradient.dtype != parameter.dtype:
+                gradient = parameter.grad = torch.zeros_like(parameter)
+            adopted.append(gradient)
+        return adopted
 
     @override
     def held(self) -> Iterable[Part]:
@@ -307,7 +315,7 @@ class GradientSync(DDPBurst):
                 )
             if weight is not None:
                 window.weight, window.unit = (window.weight or 0.0) + weight, channel.scaling.unit
-        self._forwards.arrivals.factor = 0.0 if weight == 0 else 1.0
+        self._forwards.arrivals.factor, self._forwards.arrivals.drops = 0.0 if weight == 0 else 1.0, False
         window.backwards += 1
         if in_loop or not self.is_pending:
             mean = self._means.choose()
@@ -394,6 +402,8 @@ class GradientSync(DDPBurst):
             self._mean = self._means.agree()
         self._close_window(is_first=self._memory.window.backwards == 1)
         self.is_pending = self._forwards.reduces_next = False
+        arrivals = self._forwards.arrivals
+        arrivals.drops = not (arrivals.factor or self._may_be_read or reducer.have_hooks(self._parameters))
         if channel.guard.timeout is not None and not in_loop:
             # This is before the reducer waits, which does not look for missing ranks.
             after_backward(channel.headers.read)

@@ -244,9 +244,21 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "gradient * self.factor if self.factor else torch.zeros_like(gradient)",
-        "gradient * self.factor",
+        "        if self.factor:\n            return (gradient * self.factor,)",
+        "        if self.factor != 1.0:\n            return (gradient * self.factor,)",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        " or reducer.have_hooks(self._parameters)",
+        "",
+        "tests/joinables/ddp/test_hooks_on_parameters.py::test_a_dummy_has_gradients_to_read[1]",
+    ),
+    Mutant(
+        "joinables/_torch/reducer.py",
+        "if row is not tensor and not tensor.is_contiguous():",
+        "if False:",
+        "tests/joinables/ddp/test_shadowed_backwards.py::test_parameters_of_all_layouts",
     ),
     Mutant(
         "joinables/_torch/reducer.py",

@@ -71,8 +71,8 @@ def test_as_one_process(pool: Pool, iterates: bool, compiled: bool) -> None:
         torch.testing.assert_close(found, alone(), atol=10 * TOLERANCE, rtol=1e-4)
 
 
-def reads_gradients(rank: int) -> tuple[int, list[float], list[torch.Tensor]]:
-    """A step of two micro-batches, in which a hook sums the norms of gradients over ranks as they are accumulated."""
+def reads_gradients(rank: int, window: int) -> tuple[int, list[float], list[torch.Tensor]]:
+    """A step of some micro-batches, in which a hook sums the norms of gradients over ranks as they are accumulated."""
     group = cast("dist.ProcessGroup", dist.new_group())
     ddp = DistributedDataParallel(build("mlp"))
     calls, norms = list[int](), list[float]()
@@ -84,18 +84,19 @@ def reads_gradients(rank: int) -> tuple[int, list[float], list[torch.Tensor]]:
     for parameter in ddp.parameters():
         parameter.register_post_accumulate_grad_hook(monitor)
     with Join([ddp]) as join:
-        for x, _ in join.iterate([batch(0, 0, step) for step in range(0 if rank else 2)], window=2):
+        for x, _ in join.iterate([batch(0, 0, step) for step in range(0 if rank else window)], window=window):
             with nullcontext() if join.ends_window else ddp.no_sync():
                 join.scale(ddp(x).sum()).backward()
             norms.append(sum(cast("torch.Tensor", each.grad).norm().item() for each in ddp.parameters()))
     return len(calls), norms, [cast("torch.Tensor", parameter.grad) for parameter in ddp.parameters()]
 
 
-def test_a_dummy_has_gradients_to_read(pool: Pool) -> None:
-    (calls, norms, first), (others, dummies, second) = pool.run(reads_gradients, ranks=2)
-    assert calls == others == 2 * len(first)
-    assert norms[0] > 0 == dummies[0]
-    assert norms[1] == dummies[1] > 0
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_dummy_has_gradients_to_read(pool: Pool, window: int) -> None:
+    (calls, norms, first), (others, dummies, second) = pool.run(reads_gradients, window, ranks=2)
+    assert calls == others == window * len(first)
+    assert all(norm > 0 == dummy for norm, dummy in zip(norms[:-1], dummies[:-1], strict=True))
+    assert norms[-1] == dummies[-1] > 0
     torch.testing.assert_close(first, second)
 
 

@@ -31,18 +31,18 @@ MEASURED = 6  # the step, counted from 0, in which both ranks are past their fir
 LIMITS = {
     # calls, files, crossings; the exit is that of the rank that runs out first: four shadowed steps, and the end, where
     # it takes the state, attributes and random generators of the last rank with data
-    ("step", ""): (28, 10, 21),
-    ("step", "norm"): (42, 11, 28),
-    ("step", "weighed"): (49, 13, 32),
-    ("exit", ""): (431, 27, 181),
-    ("exit", "norm"): (565, 29, 231),
-    ("exit", "weighed"): (453, 28, 194),
-    ("step with data", ""): (42, 15, 28),
-    ("step with data", "norm"): (48, 16, 32),
-    ("step with data", "weighed"): (49, 15, 30),
-    ("step on a dummy", ""): (58, 16, 36),
-    ("step on a dummy", "norm"): (95, 17, 49),
-    ("step on a dummy", "weighed"): (64, 16, 37),
+    ("step", ""): (26, 10, 20),
+    ("step", "norm"): (40, 11, 27),
+    ("step", "weighed"): (48, 13, 31),
+    ("exit", ""): (425, 27, 175),
+    ("exit", "norm"): (559, 29, 225),
+    ("exit", "weighed"): (447, 28, 188),
+    ("step with data", ""): (39, 14, 25),
+    ("step with data", "norm"): (45, 15, 29),
+    ("step with data", "weighed"): (47, 14, 28),
+    ("step on a dummy", ""): (55, 15, 32),
+    ("step on a dummy", "norm"): (90, 16, 43),
+    ("step on a dummy", "weighed"): (62, 15, 34),
 }
 
 

@@ -10,8 +10,10 @@ A docstring says what the private API replaces: a public API that torch lacks, o
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
@@ -158,8 +160,11 @@ def held_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def parameters_of_each_rank(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """Return the parameters that DDP ignores, so that each rank has its own."""
-    synchronised = set(map(id, ddp._module_parameters))
-    return [parameter for parameter in held_parameters(ddp.module) if id(parameter) not in synchronised]
+    held, synchronised = held_parameters(ddp.module), ddp._module_parameters
+    if len(held) == len(synchronised) and all(map(is_, held, synchronised)):  # the usual case; a set takes long
+        return []
+    of_all = set(map(id, synchronised))
+    return [parameter for parameter in held if id(parameter) not in of_all]
 
 
 def parameters_beyond(ddp: DistributedDataParallel, reduced: Container[int]) -> list[torch.nn.Parameter]:
@@ -180,20 +185,22 @@ def parameters_beyond(ddp: DistributedDataParallel, reduced: Container[int]) -> 
 def broadcast(ddp: DistributedDataParallel, tensors: Sequence[torch.Tensor], source: int) -> None:
     """Overwrite ``tensors`` in place with the tensors of rank ``source`` of the module's process group.
 
-    Replaces a broadcast of each tensor, or Python code for each. ``_distributed_broadcast_coalesced`` takes twice as
-    long for many small tensors. The extra memory is one chunk of 64 MiB.
+    Replaces a broadcast of each tensor, or a Python object for each. ``_distributed_broadcast_coalesced`` takes twice
+    as long for many small tensors, and thousands of new objects make the garbage collector search all others. The extra
+    memory is one chunk of 64 MiB.
 
     Args:
         ddp: The module.
         tensors: Parameters of the module, or gradients: of the same shapes and dtypes on all ranks.
         source: The rank whose tensors are sent.
     """
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in filter(torch.Tensor.numel, tensors):
-        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    full = list(filter(torch.Tensor.numel, tensors))
+    for tensor, kind in zip(full, map(attrgetter("dtype", "device"), full), strict=True):
+        alike[kind].append(tensor)
     group = cast("dist.ProcessGroup", ddp.process_group)
     for (dtype, device), those in alike.items():
-        sizes = [tensor.numel() for tensor in those]
+        sizes = list(map(torch.Tensor.numel, those))
         begins, begin = list(accumulate(sizes, initial=0)), 0
         while begin < len(those):
             end = max(bisect_right(begins, begins[begin] + transfer.CHUNK_BYTES // dtype.itemsize) - 1, begin + 1)
@@ -203,8 +210,11 @@ def broadcast(ddp: DistributedDataParallel, tensors: Sequence[torch.Tensor], sou
             else:
                 flat = torch.empty(begins[end] - begins[begin], dtype=dtype, device=device)
                 dist.broadcast(flat, group=group, group_src=source)
-                parts = zip(flat.split(sizes[begin:end]), chunk, strict=True)
-                torch._foreach_copy_(chunk, [part if to.dim() == 1 else part.view(to.shape) for part, to in parts])
+                rows = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in chunk]
+                torch.split_with_sizes_copy(flat, sizes[begin:end], out=rows)
+                for tensor, row in zip(chunk, rows, strict=True):
+                    if row is not tensor and not tensor.is_contiguous():  # so that its row is a copy
+                        tensor.copy_(row.view(tensor.shape))
             begin = end
 
 
@@ -313,6 +323,11 @@ def _reaching(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Return whether gradients pass through a comm hook, the user's or one of torch's. Replaces a query."""
     return bool(ddp._get_ddp_logging_data().get("comm_hook"))
+
+
+def have_hooks(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Return whether a hook is called when a gradient has been added to ``grad``. Replaces a query."""
+    return any(map(attrgetter("_post_accumulate_grad_hooks"), parameters))
 
 
 def hooks_remember(ddp: DistributedDataParallel) -> bool:

@@ -14,6 +14,7 @@ The hook on outputs knows the step of the forward. On a dummy, it copies the ten
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
@@ -43,8 +44,9 @@ IN_TORCH_JOIN = (
 class Arrivals:
     """Hooks on the nodes that accumulate the gradients of a DDP module's parameters, as its reducer has them.
 
-    Registering a hook costs as much as several calls of it. So the hooks stay while the module lives. Outside of blocks
-    they do nothing.
+    Registering a hook costs as much as several calls of it. So the hooks stay while the module lives. They do nothing
+    outside of blocks, and from the first gradient of a backward to the next forward, unless gradients are multiplied:
+    the arithmetic of a backward empties the caches, so that a call of a Python function takes 1 us.
 
     Args:
         ddp: The module.
@@ -53,38 +55,44 @@ class Arrivals:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._handles: list[Any] = []
         finalize(ddp, self._remove).atexit = False  # a new module around the same parameters may share the nodes
-        self.begin: Callable[[], None] | None = None
-        """Called at the first gradient of a backward; ``None`` outside of blocks."""
+        hook: Any = partial(self._arrive)  # of all nodes; its function can be replaced
+        self._hook = hook
+        self.arm: Callable[[], None] = partial(hook.__setstate__, (self._arrive, (), {}, None))
+        """Let the hooks find the next backward, and multiply its gradients."""
+        self.rest: Callable[[], None] = partial(hook.__setstate__, (_ignore, (), {}, None))
+        """Let the hooks do nothing."""
+        self.begin: Callable[[], object] = bool
+        """Called at the first gradient of a backward."""
         self.task = -1
         """The number of the last backward in which a gradient arrived at a parameter."""
         self.factor = 1.0
         """The number that multiplies the gradients of the current backward. It is 0 on a dummy, and if a batch has the
         weight 0. For a comm hook, it turns each gradient into a part of the mean."""
+        self.drops = False
+        """Whether gradients that a factor of 0 multiplies are ``None`` instead of zeros, which take longer. The reducer
+        then adds 0."""
 
-    def watch(self, parameters: Sequence[torch.nn.Parameter], begin: Callable[[], None]) -> None:
-        """Watch the parameters until the block is left; called before its first forward."""
-        self.begin, self.task = begin, -1
+    def watch(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Register the hooks; called before the first forward of a block."""
         if not self._handles:
-            self._handles = [node.register_prehook(self._arrive) for node in accumulators(parameters)]
+            self._handles = [node.register_prehook(self._hook) for node in accumulators(parameters)]
 
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def leave(self) -> None:
-        """Do nothing from here on; called when the block is left."""
-        self.begin, self.factor = None, 1.0
-
-    def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor] | None:
+    def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None] | None:
         """Find a backward, and multiply a gradient; called before each gradient arrives at its parameter."""
-        if backward_under_way() != self.task and self.begin is not None:
+        if backward_under_way() != self.task:
             self.begin()
         if self.factor == 1.0 or (gradient := gradients[0]) is None:  # SyncBatchNorm passes None for an empty batch
             return None
-        # For 0, even a gradient of NaN is gone. None would cost less, but hooks of the user's read `grad`.
-        return (gradient * self.factor if self.factor else torch.zeros_like(gradient),)
+        if self.factor:
+            return (gradient * self.factor,)
+        return (None if self.drops else torch.zeros_like(gradient),)  # even a gradient of NaN is gone
 
 
+_ignore: Callable[[object], None] = deque[object](maxlen=0).append
 _arrivals: WeakKeyDictionary[DistributedDataParallel, Arrivals] = WeakKeyDictionary()
 
 
@@ -143,6 +151,8 @@ class Forwards:
         before = ddp.register_forward_pre_hook(ModuleHook(self._before), prepend=True, with_kwargs=True)
         after = ddp.register_forward_hook(ModuleHook(self._after))
         self._handles = self.inner.handles = list[Any]([before, after, self._direct_call_hook])
+        self._is_watched = False
+        self.arrivals.begin, self.arrivals.task = self._arrive_first, -1
         return self._handles
 
     def detach(self) -> None:
@@ -150,7 +160,8 @@ class Forwards:
         self.inner.remove()
         # These hold a batch, or the module.
         del self.inner, self._channel, self._on_forward, self._on_backward, self.entered, self.backward
-        self.arrivals.leave()
+        self.arrivals.rest()
+        self.arrivals.begin, self.arrivals.factor = bool, 1.0
         self._ddp.require_forward_param_sync = self._param_sync
         self.reduces_next = False
 
@@ -190,8 +201,10 @@ class Forwards:
             reducer.suppress_buffer_sync(self._ddp)
             self._buffers.notice_new_shapes()
         if torch.is_grad_enabled():
-            if self.arrivals.begin is None:  # a rank without data needs no hooks
-                self.arrivals.watch(self._parameters, self._arrive_first)
+            if not self._is_watched:  # a rank without data needs no hooks
+                self.arrivals.watch(self._parameters)
+                self._is_watched = True
+            self.arrivals.arm()
             self._on_forward()
         if watches:
             self.inner.begin(arguments)
@@ -234,6 +247,7 @@ class Forwards:
         if backward is not self.entered:
             self.entered, self._entered_synchronises = backward, synchronises
             self.arrivals.task = -1
+            self.arrivals.arm()
         if step.is_dummy or step is not self._channel.place.step:
             self._check_step(step)
 
@@ -276,3 +290,5 @@ class Forwards:
                     self.backward, self._awaits = backward, None
                     self._on_backward(is_entered and self._entered_synchronises)
             arrivals.task = task
+            if arrivals.factor == 1.0:
+                arrivals.rest()

@@ -17,7 +17,7 @@ from ``backward()`` to ``step()``::
 - ``_finish`` turns the quotient of DDP into the mean. The gradient of a parameter that no rank used becomes the last
   result again. In a loop, ``_finish`` is skipped if it has nothing to do. ``synchronise_own`` then checks at the end of
   the loop that the reducer has finished.
-- ``Means.choose`` decides on the divisor of the gradients (``joinables.ddp.mean``).
+- ``Mean`` is what one reduction divides gradients by, and all that is known of it (``joinables.ddp.mean``).
 - ``Window`` knows whether gradients wait for a reduction (``joinables.ddp.window``). It is open from the first backward
   of a window to ``_close_window``, and outlives the block.
 - A rank that skips a backward of other ranks runs the steps of a joined rank (``fulfil``). It puts its own gradients
@@ -48,7 +48,7 @@ from joinables._torch import autograd, objects, reducer
 from joinables.attributes import parts_of_module
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
-from joinables.ddp.mean import ANNOUNCED, CONTRIBUTES, Means
+from joinables.ddp.mean import ANNOUNCED, CONTRIBUTES, WEIGHTED, WITH_BUFFERS, Mean
 from joinables.ddp.parameters import UsedParameters, refuse_unreduced_parameters
 from joinables.ddp.window import LastResult, Window, have_none, memory_of
 from joinables.own_collectives import mixing
@@ -99,16 +99,21 @@ class GradientSync(DDPBurst):
                     f"The layer {name!r} has sparse gradients, which a rank without data cannot receive. Build it with"
                     " sparse=False. [J110]"
                 )
-        self._means = Means(over_all_ranks=divide_by_initial_world_size)
+        self._over_all_ranks = divide_by_initial_world_size
         return self
 
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
         self._has_comm_hook = reducer.has_comm_hook(self._ddp)
-        self._means.attach(join.channel, self, has_comm_hook=self._has_comm_hook)
-        self._mean = self._means.unweighted
+        self._scope = join.channel.roster.scopes[-1]
+        unknown = {"times": None} if self._over_all_ranks else {"multiple": None}
+        self._unweighted = partial(Mean, join.channel, self, **unknown)
+        self._weighted = partial(Mean, join.channel, self, None, None, weighted=True, in_parts=self._has_comm_hook)
+        self._mean: Mean = self._unweighted()
         """The mean of the last reduction that was announced."""
+        self._agrees_on_weights = False
+        """Whether the headers of all active ranks agreed on weights in the last reduction of a plain block."""
         self._used = UsedParameters(self._ddp, self._parameters, join.channel)
         self._memory.window.is_earlier, self._memory.window.sample = self._memory.window.backwards > 0, None
         self.own_steps = 0
@@ -118,6 +123,9 @@ class GradientSync(DDPBurst):
         self._handles += refuse_unreduced_parameters(self._ddp, set[int]().union(*reduced.values()))
         others = [each for each in bursts if each is not self] if self._collective.world_size > 1 else []
         self._sharing = [each for each in others if reduced[each] & reduced[self]]
+        records_use = self._ddp.find_unused_parameters or self._ddp.static_graph
+        self._may_be_read = bool(self._has_comm_hook or self._sharing or records_use)
+        """Whether gradients may be read before they are reduced, even if no hook of a parameter reads them."""
 
     @override
     def detach(self) -> None:
@@ -126,7 +134,7 @@ class GradientSync(DDPBurst):
             self._memory.own = sampled(self._parameters)
         self._forwards.detach()
         self._used.detach()
-        del self._means, self._mean, self._sharing  # these hold the channel, or this object
+        del self._scope, self._unweighted, self._weighted, self._mean, self._sharing  # they hold the channel, or this
 
     @override
     def exchange(self, source: int) -> Exchange:
@@ -141,8 +149,6 @@ class GradientSync(DDPBurst):
         inbox = yield bytes(result is not None for result in results)
         present: bytes = inbox.skeleton
         yield ""
-        # All ranks know the shapes of these tensors, so that they need no skeleton.
-        reducer.broadcast(self._ddp, reducer.parameters(self._ddp), source)
         self._memory.own = None
         with_gradient = list(compress(self._parameters, present))
         if is_source:
@@ -150,9 +156,9 @@ class GradientSync(DDPBurst):
         elif unreduced:
             gradients = [torch.empty_like(parameter) for parameter in with_gradient]  # received and dropped
         else:
-            self._adopt(present)
-            gradients = [cast("torch.Tensor", parameter.grad) for parameter in with_gradient]
-        reducer.broadcast(self._ddp, gradients, source)
+            gradients = self._adopt(present)
+        # All ranks know the shapes of these tensors, so that they need no skeleton.
+        reducer.broadcast(self._ddp, [*reducer.parameters(self._ddp), *gradients], source)
 
     def _results(self, unreduced: bool) -> list[torch.Tensor | None]:
         """Return the last result of each parameter, to send it; ``unreduced`` says whether newer gradients hide it."""
@@ -161,22 +167,29 @@ class GradientSync(DDPBurst):
             return gradients
         # Other ranks receive only the last result under these gradients. Without one, they receive zeros, or None if
         # the time of headers depends on gradients being None.
-        headers_depend = self._means.unweighted.may_recount
+        headers_depend = self._over_all_ranks
         zeros = [None if g is None or headers_depend else torch.zeros_like(g) for g in gradients]
         return [self._memory.window.kept.get(index, zero) for index, zero in enumerate(zeros)]
 
-    def _adopt(self, present: Sequence[int]) -> None:
+    def _adopt(self, present: Sequence[int]) -> list[torch.Tensor]:
         """Let each parameter that is ``present`` have a gradient to be overwritten, and the others have none.
+
+        Returns:
+            These gradients.
 
         Gradients that fit stay, as they may be views of buckets. A hook that compresses gradients may have left one of
         another dtype.
         """
+        adopted: list[torch.Tensor] = []
         for parameter, is_present in zip(self._parameters, present, strict=True):
             gradient = parameter.grad
             if not is_present:
                 parameter.grad = None
-            elif gradient is None or gradient.dtype != parameter.dtype:
-                parameter.grad = torch.zeros_like(parameter)
+                continue
+            if gradient is None or gradient.dtype != parameter.dtype:
+                gradient = parameter.grad = torch.zeros_like(parameter)
+            adopted.append(gradient)
+        return adopted
 
     @override
     def held(self) -> Iterable[Part]:
@@ -253,12 +266,12 @@ class GradientSync(DDPBurst):
         # stays pending since its forward.
         early = channel.roster.early is self
         if early and not channel.place.step.in_loop:
-            if not self._means.unweighted.may_recount:
+            if not self._over_all_ranks:
                 early = buffers is not None
             else:
                 early = (window.backwards > 0 and not window.kept) or have_none(self._parameters)
             if early:
-                self._mean = self._means.choose()
+                self._mean = (self._unweighted if self._scope.weight is None else self._weighted)()
                 self._mean.with_buffers = buffers is not None
         if early:
             channel.announce(self)
@@ -282,53 +295,98 @@ class GradientSync(DDPBurst):
         Raises:
             JoinError: If the weight or the scaling of the loss does not match the forward or the rest of the window.
         """
-        channel = self._channel
+        channel, forwards, window = self._channel, self._forwards, self._memory.window
         if channel.place.phase is Phase.LEFT:
             channel.end_left_loop()
-        window, in_loop, backward = self._memory.window, channel.place.step.in_loop, self._forwards.backward
+        step, backward, arrivals = channel.place.step, forwards.backward, forwards.arrivals
         if window.sample is not None:
             self._notice_own_step()
         for other in self._sharing:
             self._refuse_shared_backward(other)
-        if in_loop or window.backwards or window.number:
-            window = self._enter_window()
-        if in_loop:
-            weight = channel.place.step.weight
+        if step.in_loop:
+            weight = step.weight
             if channel.scaling.in_use is not backward.scaled:
                 self._check_scaling(backward.scaled)
+            window, mean = self._enter_window()
         else:
             self.own_steps += 1
-            weight = self._means.scope.weight
-            if weight != backward.weight:
-                refuse_weight(weight, self.join_name)
-            if window.backwards and (window.weight is None) != (weight is None):
-                raise JoinError(
-                    "join.weight was set or unset in an accumulation window. Set it in every step or in none. [J111]"
-                )
-            if weight is not None:
-                window.weight, window.unit = (window.weight or 0.0) + weight, channel.scaling.unit
-        self._forwards.arrivals.factor = 0.0 if weight == 0 else 1.0
+            weight = self._scope.weight
+            if window.backwards or window.number:
+                window, _ = self._enter_window()
+            if weight is not None or backward.weight is not None or window.weight is not None or self._mean.weighted:
+                self._weigh(weight, window)
+            mean = self._mean if self.is_pending else (self._unweighted if weight is None else self._weighted)()
+        arrivals.factor, arrivals.drops = 0.0 if weight == 0 else 1.0, False
         window.backwards += 1
-        if in_loop or not self.is_pending:
-            mean = self._means.choose()
-        elif (mean := self._mean).weighted != (weight is not None):
+        if not (forwards.reduces_next or synchronised):
+            if window.sample is None and not step.in_loop:
+                window.sample = sampled(self._parameters)
+            if mean.times != 1.0 and window.backwards == 1:
+                window.kept = LastResult.copy_of(self._parameters)
+            backward.at_end.append(partial(self._remember_writes, window))
+            return
+        if not forwards.reduces_next:  # a second backward, whose gradients DDP itself would not reduce
+            reducer.expect_backward(self._ddp, forwards.outputs)
+        self._mean = mean
+        if not self.is_pending:
+            channel.announce(self)
+        if not step.in_loop and mean.weighted is not self._agrees_on_weights:
+            mean = self._agree()
+        self._close_window(is_first=window.backwards == 1)
+        self.is_pending = forwards.reduces_next = False
+        arrivals.drops = not (arrivals.factor or self._may_be_read or reducer.have_hooks(self._parameters))
+        if channel.guard.timeout is not None and not step.in_loop:
+            # This is before the reducer waits, which does not look for missing ranks.
+            after_backward(channel.headers.read)
+        counts_use = self._used.counts and window.with_dummies
+        if not step.in_loop or mean.multiple != 1.0 or counts_use or self._rebuild.is_due:
+            backward.at_end.append(partial(self._finish, self._parameters))
+
+    def _weigh(self, weight: float | None, window: Window) -> None:
+        """Add the weight of a backward in a plain block to the window, and check that they match.
+
+        Args:
+            weight: The weight.
+            window: The window of the backward.
+        """
+        if weight != self._forwards.backward.weight:
+            refuse_weight(weight, self.join_name)
+        if window.backwards and (window.weight is None) != (weight is None):
+            raise JoinError(
+                "join.weight was set or unset in an accumulation window. Set it in every step or in none. [J111]"
+            )
+        if self.is_pending and self._mean.weighted != (weight is not None):
             raise JoinError(
                 "join.weight was set or unset between forward and backward. Set it before the forward. [J106]"
             )
-        if self._forwards.reduces_next or synchronised:
-            self._mean = mean
-            self._begin_reduction(in_loop)
-            return
-        if window.sample is None and not in_loop:
-            window.sample = sampled(self._parameters)
-        if mean.may_recount and window.backwards == 1:
-            window.kept = LastResult.copy_of(self._parameters)
-        backward.at_end.append(partial(self._remember_writes, window))
+        if weight is not None:
+            window.weight, window.unit = (window.weight or 0.0) + weight, self._channel.scaling.unit
+
+    def _agree(self) -> Mean:
+        """Return the mean that active ranks announced in the last header of the burst, in a plain block.
+
+        A joined rank calls this, and a rank that changes between weights and no weights. Other ranks need not wait for
+        the header.
+
+        Raises:
+            ValueError: If some active ranks use weights and others do not.
+        """
+        counts = self._channel.headers.counts(self)
+        using, announced = counts[WEIGHTED], counts[ANNOUNCED]
+        if using and using != announced:
+            raise ValueError(
+                f"join.weight is set on {using} ranks and not on {announced - using}. Set it on all ranks or on none."
+                " [J277]"
+            )
+        self._agrees_on_weights = using > 0
+        self._mean = (self._weighted if using else self._unweighted)()
+        self._mean.with_buffers = counts[WITH_BUFFERS] > 0
+        return self._mean
 
     def _refuse_shared_backward(self, other: GradientSync) -> None:
         """Refuse a backward through two modules that share a parameter, unless reductions leave a mean as it is."""
         backward = self._forwards.backward
-        is_mean = self._channel.place.step.in_loop and (backward.scaled or self._means.over_all_ranks)
+        is_mean = self._channel.place.step.in_loop and (backward.scaled or self._over_all_ranks)
         if not is_mean and backward in (other._forwards.backward, other._forwards.entered):
             #: Or loop over `join.iterate`, and call `join.scale(loss).backward()`.
             raise JoinError(
@@ -349,10 +407,10 @@ class GradientSync(DDPBurst):
                 )
         scaling.check_backward(self, scaled=scaled)
 
-    def _enter_window(self) -> Window:
-        """Return the window of the next backward.
+    def _enter_window(self) -> tuple[Window, Mean]:
+        """Return the window of the next backward, and its mean if it is in a loop over ``Join.iterate``.
 
-        This is the current one, or a new one after ``zero_grad`` or in another accumulation window of a loop.
+        The window is the current one, or a new one after ``zero_grad`` or in another accumulation window of a loop.
 
         Raises:
             JoinError: If gradients of an earlier window are unreduced in a loop over ``Join.iterate``, or after it.
@@ -373,34 +431,13 @@ class GradientSync(DDPBurst):
             factor = window.unit / channel.scaling.unit
             reducer.multiply_gradients(self._parameters, factor)
             window.kept.add(self._parameters, 1 - factor)
-        return window
+        world_size, count, is_scaled = self._collective.world_size, step.contributors, channel.scaling.in_use
+        if self._over_all_ranks or is_scaled or not 0 < count < world_size:
+            return window, Mean(channel, self)
+        return window, Mean(channel, self, world_size / count, 0.0 if step.is_dummy else 1.0)
 
     def _remember_writes(self, window: Window) -> None:
         window.writes = writes_to(parameter.grad for parameter in self._parameters)
-
-    def _begin_reduction(self, in_loop: bool) -> None:
-        """Begin the reduction of the current backward.
-
-        Announce it if the forward has not, close the window, and let ``_finish`` follow if there is something to
-        finish.
-        """
-        channel = self._channel
-        if not self._forwards.reduces_next:  # a second backward, whose gradients DDP itself would not reduce
-            reducer.expect_backward(self._ddp, self._forwards.outputs)
-        if not self.is_pending:
-            self._mean.with_buffers = False
-            channel.announce(self)
-        if not in_loop and self._mean is not self._means.agreed:
-            self._mean = self._means.agree()
-        self._close_window(is_first=self._memory.window.backwards == 1)
-        self.is_pending = self._forwards.reduces_next = False
-        if channel.guard.timeout is not None and not in_loop:
-            # This is before the reducer waits, which does not look for missing ranks.
-            after_backward(channel.headers.read)
-        counts_use = self._used.counts and self._mean.window.with_dummies
-        if in_loop and not (self._mean.has_factor or counts_use or self._rebuild.is_due):
-            return
-        self._forwards.backward.at_end.append(partial(self._finish, self._parameters))
 
     def _raise_unfinished(self) -> NoReturn:
         raise JoinError(
@@ -419,11 +456,11 @@ class GradientSync(DDPBurst):
                 the last result.
         """
         mean, window = self._mean, self._memory.window
-        has_kept = mean.may_recount and (window.kept or (is_first and not have_none(self._parameters)))
-        if has_kept and (times := mean.times(window)) != 1:
+        has_kept = mean.times != 1.0 and (window.kept or (is_first and not have_none(self._parameters)))
+        if has_kept and (times := mean.count(window)) != 1:
             window.kept = window.kept or LastResult.copy_of(self._parameters)
             window.kept.add(self._parameters, times - 1)
-        if mean.with_buffers or mean.weighted:  # otherwise the header counts the contributors
+        if mean.multiple is None and (mean.with_buffers or mean.weighted):  # otherwise the header counts contributors
             mean.begin(window)
         if mean.in_parts:
             factor = mean.factor()
@@ -448,7 +485,10 @@ class GradientSync(DDPBurst):
         if touched is not None:
             self._mean.window.kept.restore(self._parameters, touched)
         self._mean.window.kept.clear()  # it is as large as the gradients
-        if not self._mean.in_parts and self._mean.has_factor and (factor := self._mean.factor()) != 1:
+        factor = self._mean.multiple
+        if factor is None and not self._mean.in_parts:
+            factor = self._mean.factor()
+        if factor not in (None, 1.0):
             reducer.multiply_gradients(parameters, factor, touched)
         if self._used.counts and self._mean.window.with_dummies:
             self._used.end_reduction()
@@ -482,8 +522,7 @@ class GradientSync(DDPBurst):
     @override
     def main_hook(self) -> None:
         """Run a backward that contributes only the gradients which this rank had accumulated, if any."""
-        self._mean = self._means.agree()
-        if self._mean.with_buffers and self._buffers is not None:
+        if self._agree().with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         parameters = self._parameters
         if self._memory.window.is_earlier or not self._memory.window.backwards:
@@ -511,12 +550,12 @@ class GradientSync(DDPBurst):
         """
         self.is_pending = False
         channel, memory = self._channel, self._memory
-        if channel.place.step.in_loop or memory.window.is_earlier:
-            self._enter_window()
-        if channel.place.step.in_loop:
-            self._mean = self._means.choose()
-        elif self._mean is not self._means.agreed:
-            self._mean = self._means.agree()
+        in_loop = channel.place.step.in_loop
+        if in_loop or memory.window.is_earlier:
+            _, mean = self._enter_window()
+            self._mean = mean if in_loop else self._mean
+        if not in_loop and self._mean.weighted is not self._agrees_on_weights:
+            self._agree()
         window, gradients = memory.window, [parameter.grad for parameter in self._parameters]
         is_joined = channel.place.phase is Phase.DRAINING
         has_data = window.backwards > 0 or not (channel.place.step.is_dummy or is_joined)

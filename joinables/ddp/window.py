@@ -7,7 +7,7 @@ the next block. The memory is not on the module, which belongs to the user, and 
 ``zero_grad``, these include the result of the last reduction, on every rank that had data in it. The new mean must
 contain that result once. The result goes through the reduction, so ranks end alike even if only some of them have
 called ``zero_grad``, and joined ranks receive it. Each mean says how many times a rank has to count it
-(``Mean.times``). If this may not be once, the window begins with a copy of it::
+(``Mean.count``). If this may not be once, the window begins with a copy of it::
 
     micro-batch    copy of the last result, before the first backward of the window
                    grad = last result + own gradients, as without Join

@@ -44,13 +44,13 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "mean.may_recount and window.backwards == 1",
+        "mean.times != 1.0 and window.backwards == 1",
         "False",
         "tests/joinables/ddp/test_weight.py::test_gradients_that_are_kept",
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "not in_loop and self._mean is not self._means.agreed",
+        "not step.in_loop and mean.weighted is not self._agrees_on_weights",
         "False",
         "tests/joinables/ddp/test_weight.py::test_weight_on_one_of_two_ranks_with_data",
     ),
@@ -110,8 +110,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "(window.weight or 0.0) + weight, channel.scaling.unit",
-        "weight, channel.scaling.unit",
+        "(window.weight or 0.0) + weight, self._channel.scaling.unit",
+        "weight, self._channel.scaling.unit",
         "tests/joinables/ddp/test_weight.py::test_gradients_that_are_kept",
     ),
     Mutant(
@@ -133,45 +133,45 @@ MUTANTS = [
         "tests/joinables/ddp/test_window_over_blocks.py::test_a_window_that_a_rank_without_data_brings_is_dropped",
     ),
     Mutant(
-        "joinables/ddp/mean.py",
-        "return self._on_dummy if step.is_dummy else self._with_data",
-        "return self._with_data",
+        "joinables/ddp/reduction.py",
+        "0.0 if step.is_dummy else 1.0)",
+        "1.0)",
         "tests/joinables/ddp/test_kept_gradients.py::test_a_result_that_is_kept_in_a_loop_counts_once",
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "return (window.weight or 0.0) / self._channel.scaling.unit",
+        "return (window.weight or 0.0) / self.channel.scaling.unit",
         "return window.weight or 0.0",
         "tests/joinables/ddp/test_weight.py::test_gradients_that_are_kept",
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "return self._world_size / self._channel.headers.counts(self._burst)[CONTRIBUTES]",
+        "return self.channel.collective.world_size / self.channel.headers.counts(self.burst)[CONTRIBUTES]",
         "return 1.0",
         "tests/joinables/ddp/test_kept_gradients.py::test_a_result_that_is_added_to",
     ),
     Mutant(
-        "joinables/ddp/mean.py",
+        "joinables/ddp/reduction.py",
         "using and using != announced",
         "False",
         "tests/joinables/ddp/test_weight.py::test_weight_on_one_of_two_ranks_with_data",
     ),
     Mutant(
-        "joinables/ddp/mean.py",
-        "self.over_all_ranks or channel.scaling.in_use or not",
-        "self.over_all_ranks or not",
+        "joinables/ddp/reduction.py",
+        "self._over_all_ranks or is_scaled or not",
+        "self._over_all_ranks or not",
         "tests/join/test_scaling.py::test_dummies_add_nothing_whatever_arrives",
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "        if self.with_buffers:\n            total",
-        "        if False:\n            total",
+        "        if self._sum is None:",
+        "        if not self.weighted:",
         "tests/joinables/ddp/test_backwards.py::test_equals_one_process",
     ),
     Mutant(
-        "joinables/ddp/mean.py",
-        "self._weighted.in_parts = has_comm_hook",
-        "pass",
+        "joinables/ddp/reduction.py",
+        "in_parts=self._has_comm_hook",
+        "in_parts=False",
         "tests/joinables/ddp/test_comm_hooks.py::test_weights_under_a_comm_hook_equal_padded_ddp",
     ),
     Mutant(
@@ -188,7 +188,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "len(self._channel.roster.backwards)",
+        "len(channel.roster.backwards)",
         "1",
         "tests/join/test_units.py::test_the_unit_of_several_modules",
     ),
@@ -244,9 +244,21 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "gradient * self.factor if self.factor else torch.zeros_like(gradient)",
-        "gradient * self.factor",
+        "        if self.factor:\n            return (gradient * self.factor,)",
+        "        if self.factor != 1.0:\n            return (gradient * self.factor,)",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        " or reducer.have_hooks(self._parameters)",
+        "",
+        "tests/joinables/ddp/test_hooks_on_parameters.py::test_a_dummy_has_gradients_to_read[1]",
+    ),
+    Mutant(
+        "joinables/_torch/reducer.py",
+        "if row is not tensor and not tensor.is_contiguous():",
+        "if False:",
+        "tests/joinables/ddp/test_shadowed_backwards.py::test_parameters_of_all_layouts",
     ),
     Mutant(
         "joinables/_torch/reducer.py",
@@ -727,15 +739,15 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "return self._world_size / total if total else 1.0",
-        "return self._world_size / total",
+        "return self.unit / mean if mean else 1.0",
+        "return self.unit / mean",
         "tests/joinables/ddp/test_backwards.py::test_a_backward_that_no_rank_runs_after_its_forward[False]",
     ),
     Mutant(
         "joinables/ddp/mean.py",
-        "return self._unit / mean_weight if mean_weight else 1.0",
-        "return self._unit / mean_weight",
-        "tests/joinables/ddp/test_backwards.py::test_a_backward_that_no_rank_runs_after_its_forward[True]",
+        "self.unit, summand = self.channel.scaling.unit, ",
+        "summand = ",
+        "tests/join/test_units.py::test_weights_do_not_overflow_half_precision",
     ),
     Mutant(
         "joinables/ddp/forwards.py",
@@ -782,7 +794,7 @@ MUTANTS = [
     Mutant(
         "joinables/ddp/reduction.py",
         "listed = [member.joinable for member in self._channel.roster.listed]\n            readers",
-        "listed = [member.joinable for member in self._means.scope.members]\n            readers",
+        "listed = [member.joinable for member in self._scope.members]\n            readers",
         "tests/joinables/ddp/test_shadowed_backwards.py::test_an_optimizer_of_another_block_steps_on_the_gradients",
     ),
     Mutant(
@@ -817,8 +829,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "        self.begin, self.factor = None, 1.0",
-        "        self.begin = None",
+        "        self.arrivals.begin, self.arrivals.factor = bool, 1.0",
+        "        self.arrivals.begin = bool",
         "tests/joinables/ddp/test_hooks_on_parameters.py::test_as_one_process[True-False]",
     ),
     Mutant(
@@ -826,5 +838,23 @@ MUTANTS = [
         "        others = [each for each in stepped if id(each) not in listed]",
         "        others = list[torch.Tensor]()",
         "tests/joinables/test_unlisted.py::test_a_second_module_of_a_loop[fully_shard]",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "            self.arrivals.arm()\n            self._on",
+        "            self._on",
+        "tests/joinables/ddp/test_hooks_on_parameters.py::test_a_backward_after_one_that_raised_is_found[True]",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "            self.arrivals.task = -1\n            self.arrivals.arm()",
+        "            self.arrivals.task = -1",
+        "tests/joinables/ddp/test_loops.py::test_program_equals_one_process",
+    ),
+    Mutant(
+        "joinables/ddp/forwards.py",
+        "        finalize(ddp, self._remove).atexit = False",
+        "        ",
+        "tests/joinables/ddp/test_hooks_on_parameters.py::test_hooks_end_with_the_module_that_wraps",
     ),
 ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
-from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -14,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
+from join.collectives._torch_private import accumulators
 from tests.harness import Pool
 from tests.training import TOLERANCE, batch, build
 
@@ -71,8 +70,8 @@ def test_as_one_process(pool: Pool, iterates: bool, compiled: bool) -> None:
         torch.testing.assert_close(found, alone(), atol=10 * TOLERANCE, rtol=1e-4)
 
 
-def reads_gradients(rank: int) -> tuple[int, list[float], list[torch.Tensor]]:
-    """A step of two micro-batches, in which a hook sums the norms of gradients over ranks as they are accumulated."""
+def reads_gradients(rank: int, window: int) -> tuple[int, list[float], list[torch.Tensor]]:
+    """A step of some micro-batches, in which a hook sums the norms of gradients over ranks as they are accumulated."""
     group = cast("dist.ProcessGroup", dist.new_group())
     ddp = DistributedDataParallel(build("mlp"))
     calls, norms = list[int](), list[float]()
@@ -84,43 +83,73 @@ def reads_gradients(rank: int) -> tuple[int, list[float], list[torch.Tensor]]:
     for parameter in ddp.parameters():
         parameter.register_post_accumulate_grad_hook(monitor)
     with Join([ddp]) as join:
-        for x, _ in join.iterate([batch(0, 0, step) for step in range(0 if rank else 2)], window=2):
+        for x, _ in join.iterate([batch(0, 0, step) for step in range(0 if rank else window)], window=window):
             with nullcontext() if join.ends_window else ddp.no_sync():
                 join.scale(ddp(x).sum()).backward()
             norms.append(sum(cast("torch.Tensor", each.grad).norm().item() for each in ddp.parameters()))
     return len(calls), norms, [cast("torch.Tensor", parameter.grad) for parameter in ddp.parameters()]
 
 
-def test_a_dummy_has_gradients_to_read(pool: Pool) -> None:
-    (calls, norms, first), (others, dummies, second) = pool.run(reads_gradients, ranks=2)
-    assert calls == others == 2 * len(first)
-    assert norms[0] > 0 == dummies[0]
-    assert norms[1] == dummies[1] > 0
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_dummy_has_gradients_to_read(pool: Pool, window: int) -> None:
+    (calls, norms, first), (others, dummies, second) = pool.run(reads_gradients, window, ranks=2)
+    assert calls == others == window * len(first)
+    assert all(norm > 0 == dummy for norm, dummy in zip(norms[:-1], dummies[:-1], strict=True))
+    assert norms[-1] == dummies[-1] > 0
     torch.testing.assert_close(first, second)
 
 
-def calls_after_wrapping(rank: int) -> list[int]:
-    """Wrap a module several times, each time before the wrapper of before is gone, and count the calls of hooks."""
+def hooks_after_wrapping(rank: int) -> list[int]:
+    """Wrap a module several times, each time before the wrapper of before is gone, and count a parameter's hooks."""
     module, counts = build("mlp"), list[int]()
     for _ in range(3):
         ddp = DistributedDataParallel(module)
         with Join([ddp]):
             ddp(batch(rank, 0, 0)[0]).sum().backward()
-        called = list[str]()
-
-        def record(frame: FrameType, event: str, argument: object, called: list[str] = called) -> None:
-            if event == "call" and frame.f_code.co_filename.endswith("forwards.py"):
-                called.append(frame.f_code.co_name)
-
-        loss = module(batch(rank, 0, 0)[0]).sum()
-        sys.setprofile(record)
-        loss.backward()
-        sys.setprofile(None)
-        counts.append(len(called))
+        handle = accumulators(list(module.parameters()))[0].register_prehook(id)
+        counts.append(len(handle.hooks_dict_ref()))
+        handle.remove()
     return counts
 
 
 def test_hooks_end_with_the_module_that_wraps(pool: Pool) -> None:
-    parameters = len(list(build("mlp").parameters()))
-    for counts in pool.run(calls_after_wrapping, ranks=2):
-        assert counts == [parameters] * 3
+    for counts in pool.run(hooks_after_wrapping, ranks=2):
+        assert counts == [2, 2, 2]
+
+
+def refuse(gradient: torch.Tensor) -> None:
+    raise OverflowError
+
+
+def after_one_that_raised(rank: int, hidden: bool, raises: bool) -> list[torch.Tensor]:
+    shown, module = list[torch.Tensor](), build("mlp")
+
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        shown.append(output)
+        return output.detach() if hidden else output
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        ddp(x)
+        return shown[-1]
+
+    module.register_forward_hook(keep)
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with Join([ddp, optimizer], divide_by_initial_world_size=False):
+        for step in range(3 - 2 * rank):
+            x, y = batch(rank, 0, step)
+            if raises:
+                handle = next(ddp.parameters()).register_hook(refuse)
+                with ddp.no_sync(), pytest.raises(OverflowError):
+                    (of(x) - y).sum().backward()
+                handle.remove()
+            optimizer.zero_grad()
+            (of(x) - y).square().mean().backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_backward_after_one_that_raised_is_found(pool: Pool, hidden: bool) -> None:
+    expected = pool.run(after_one_that_raised, hidden, False, ranks=2)
+    torch.testing.assert_close(pool.run(after_one_that_raised, hidden, True, ranks=2), expected)

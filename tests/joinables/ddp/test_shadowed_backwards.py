@@ -141,3 +141,44 @@ def train_with_a_hook_of_a_backward(rank: int) -> list[torch.Tensor]:
 def test_a_comm_hook_runs_inside_a_backward(pool: Pool) -> None:
     for parameters in pool.run(train_with_a_hook_of_a_backward):
         torch.testing.assert_close(parameters, mlp_in_one_process(COUNTS), atol=TOLERANCE, rtol=0)
+
+
+class Layouts(nn.Module):
+    """Parameters of several shapes, layouts and dtypes; one has no elements, and one stands still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        image = torch.arange(24.0).reshape(1, 2, 3, 4)
+        self.parts = nn.ParameterList(
+            nn.Parameter(each)
+            for each in (
+                torch.ones(()),
+                torch.arange(6.0)[::2],
+                torch.arange(6.0).reshape(2, 3),
+                torch.arange(6.0).reshape(2, 3).t(),
+                image.to(memory_format=torch.channels_last),
+                torch.ones(2, 0),
+                torch.ones(2, 2, dtype=torch.bfloat16),
+            )
+        )
+        self.frozen = nn.Parameter(torch.arange(4.0).reshape(2, 2).t(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.stack([(each.float() ** 2).sum() for each in self.parts]).sum()
+
+
+def of_all_layouts(rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]]:
+    ddp = DistributedDataParallel(Layouts())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with Join([ddp, optimizer], divide_by_initial_world_size=False):
+        for _ in range(3 - 3 * rank):
+            optimizer.zero_grad()
+            ddp(torch.ones(2)).sum().backward()
+            optimizer.step()
+    return [(each.detach(), each.grad, each.stride()) for each in ddp.parameters()]
+
+
+def test_parameters_of_all_layouts(pool: Pool) -> None:
+    first, second = pool.run(of_all_layouts, ranks=2)
+    torch.testing.assert_close(second, first)
+    assert not torch.equal(first[4][0], Layouts().parts[4])

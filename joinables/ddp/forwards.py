@@ -161,7 +161,7 @@ class Forwards:
         # These hold a batch, or the module.
         del self.inner, self._channel, self._on_forward, self._on_backward, self.entered, self.backward
         self.arrivals.rest()
-        self.arrivals.begin, self.arrivals.factor = bool, 1.0
+        self.arrivals.begin = bool
         self._ddp.require_forward_param_sync = self._param_sync
         self.reduces_next = False
 

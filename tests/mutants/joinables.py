@@ -829,8 +829,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "        self.arrivals.begin, self.arrivals.factor = bool, 1.0",
-        "        self.arrivals.begin = bool",
+        "        self.arrivals.rest()\n",
+        "        pass\n",
         "tests/joinables/ddp/test_hooks_on_parameters.py::test_as_one_process[True-False]",
     ),
     Mutant(

@@ -41,4 +41,4 @@ def train_alone(epochs: int) -> tuple[Recorder, float]:
     trainer = Trainer(devices=1, accelerator="cpu", max_epochs=epochs, callbacks=recorder, logger=False)
     training = DataLoader(digits, batch_sampler=AllShards())
     trainer.fit(OneProcess(), training, DataLoader(validation, 64))
-    return recorder, trainer.metrics["accuracy"]
+    return recorder, trainer.callback_metrics["accuracy"]

@@ -47,4 +47,4 @@ def train(epochs: int = 3, strategy: str = "ddp", callbacks: Callback | None = N
 
 if __name__ == "__main__":
     trainer = train()
-    print(f"{trainer.join_report}\naccuracy {trainer.metrics['accuracy']:.1%}")
+    print(f"{trainer.join_report}\naccuracy {trainer.callback_metrics['accuracy']:.1%}")

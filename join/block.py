@@ -16,7 +16,7 @@ their order::
                 its own steps and the last learning rate of each optimizer, and the report
              uneven ranks, including ranks that made different steps: one copy of all state from a last joiner
                 (``join.transfer``), with its learning rates at the last steps of other ranks, the parameters and
-                gradients of each DDP module by its own broadcasts, then ``synchronise`` of each joinable
+                gradients of each DDP module by its own broadcasts, then the last parts of each ``exchange``
              even ranks: if values differ, a gather of them (``join.held``); a broadcast of the tensors that each rank
                 has for itself, then ``synchronise_own`` of each joinable
              random generators that were equal on entering, if a rank drew others in the block (``join.generators``), in

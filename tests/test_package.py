@@ -137,7 +137,6 @@ SIGNATURES = {
     "Joinable.held": "self",
     "Joinable.join_hook": "self, **kwargs",
     "Joinable.own_tensors": "self",
-    "Joinable.synchronise": "self, source",
     "Joinable.synchronise_own": "self, source",
     "JoinHook.main_hook": "self",
     "JoinHook.post_hook": "self, is_last_joiner",

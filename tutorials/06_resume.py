@@ -52,7 +52,7 @@ def fit(*callbacks: Callback, ckpt_path: Path | None = None) -> tuple[torch.Tens
     module = Digits()
     trainer = Trainer(devices=2, accelerator="cpu", max_epochs=2, logger=False, seed=0, callbacks=callbacks)
     trainer.fit(module, loader, ckpt_path=ckpt_path)
-    return parameters_to_vector(module.parameters()), trainer.metrics["loss"]
+    return parameters_to_vector(module.parameters()), trainer.callback_metrics["loss"]
 
 
 if __name__ == "__main__":

@@ -56,4 +56,6 @@ if __name__ == "__main__":
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the trainer"
     if trainer.global_rank == 0:  # under torchrun, each process runs the script; only rank 0 prints
         print(f"Processes started by {launcher}; {[row.steps for row in trainer.join_report.ranks]} batches an epoch.")
-        print(f"result: accuracy {trainer.metrics['accuracy']:.4f}, checksum of the weights {checksum(module)}")
+        print(
+            f"result: accuracy {trainer.callback_metrics['accuracy']:.4f}, checksum of the weights {checksum(module)}"
+        )

@@ -120,7 +120,7 @@ class ModelCheckpoint(Callback):
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Write a checkpoint, unless they are written after steps."""
         if self._steps is not None and self._monitor is not None:
-            monitored(trainer.metrics, self._monitor)  # raises if it was not logged in the whole epoch
+            monitored(trainer.callback_metrics, self._monitor)  # raises if it was not logged in the whole epoch
         if self._steps is None:
             self._save(trainer, is_epoch_end=True)
 
@@ -134,7 +134,9 @@ class ModelCheckpoint(Callback):
         before, self._saved_step = self.state_dict(), trainer.global_step
         folder = self._folder_of(trainer)
         # In the middle of an epoch, a missing metric is NaN.
-        metrics = trainer.metrics if is_epoch_end else {str(self._monitor): math.nan, **trainer.metrics}
+        metrics = (
+            trainer.callback_metrics if is_epoch_end else {str(self._monitor): math.nan, **trainer.callback_metrics}
+        )
         paths: list[str] = []
         if self._top_k and not only_last:
             score = 0.0 if self._monitor is None else monitored(metrics, self._monitor)
@@ -216,7 +218,7 @@ class EarlyStopping(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Compare the metric with its best value."""
-        value = self._sign * monitored(trainer.metrics, self._monitor)
+        value = self._sign * monitored(trainer.callback_metrics, self._monitor)
         if value < self._best - self._min_delta:
             self._best, self._waited = value, 0
         else:

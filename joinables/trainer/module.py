@@ -212,8 +212,8 @@ class TrainModule(torch.nn.Module):
     ) -> None:
         """Record a metric.
 
-        At the end of the epoch, ``trainer.metrics[name]`` is its mean over all samples of all ranks. The number of
-        processes does not change it. If a step logs several values under one name, all of them count.
+        At the end of the epoch, ``trainer.callback_metrics[name]`` is its mean over all samples of all ranks. The
+        number of processes does not change it. If a step logs several values under one name, all of them count.
 
         Args:
             name: The metric's name.

@@ -278,7 +278,7 @@ class Run:
         self.trainer.strategy.meet("reduces metrics")
         metrics = self.store.reduce(self.collective)
         self.latest.update(metrics)
-        self.trainer.metrics.update(metrics)
+        self.trainer.callback_metrics.update(metrics)
         return metrics
 
     def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
@@ -524,7 +524,7 @@ class Fit(Run):
             validated = self.evaluate(self._val_loader, "validate")
             if (both := trained.keys() & validated) and self.collective.rank == 0:
                 warnings.warn(
-                    f"{', '.join(sorted(both))} was logged in training and in validation, so trainer.metrics has"
+                    f"{', '.join(sorted(both))} was logged in training and in validation, so callback_metrics has"
                     " the value of the validation. Log it under two names.",
                     stacklevel=2,
                 )
@@ -630,7 +630,9 @@ class Fit(Run):
         for stepped in self.schedulers:
             if stepped.interval == interval:
                 is_plateau = isinstance(stepped.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-                stepped.scheduler.step(*([monitored(self.trainer.metrics, stepped.monitor)] if is_plateau else []))
+                stepped.scheduler.step(
+                    *([monitored(self.trainer.callback_metrics, stepped.monitor)] if is_plateau else [])
+                )
 
     def _prepare_gradients(self) -> None:
         """Call the user's hook; under manual optimization, torch does, as a step begins."""

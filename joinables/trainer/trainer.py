@@ -126,7 +126,7 @@ class Trainer:
         """The number of completed epochs, over all fits of the module."""
         self.global_step = 0
         """The number of optimizer steps, over all fits of the module."""
-        self.metrics: dict[str, float] = {}
+        self.callback_metrics: dict[str, float] = {}
         """The latest value of every metric."""
         self.should_stop = False
         """Whether the fit ends after the current epoch; set it to ``True`` on any rank."""
@@ -143,7 +143,9 @@ class Trainer:
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    def fit(self, module: TrainModule, train_loader: Any, val_loader: Any = None, ckpt_path: Checkpoint = None) -> None:
+    def fit(
+        self, module: TrainModule, train_loader: Any, val_loader: Any = None, ckpt_path: Checkpoint = None
+    ) -> dict[str, float]:
         """Train ``module`` up to ``max_epochs`` or ``max_steps``; the trainer then has the counters and metrics.
 
         A second call with the same module continues after the first, once you have raised one of these limits. A call
@@ -160,6 +162,10 @@ class Trainer:
                 distributes them itself.
             val_loader: Batches to validate on after every epoch.
             ckpt_path: A checkpoint to resume from, with its weights, instead of the last fit.
+
+        Returns:
+            The latest value of each metric, as in ``callback_metrics``. All else that a fit results in is in the
+            module, and in the attributes of the trainer and of its callbacks.
         """
         if val_loader is not None:
             check_module(module, "validate")
@@ -169,6 +175,7 @@ class Trainer:
                 " or steps. [J268]"
             )
         self._launch("fit", module, {"train_loader": train_loader, "val_loader": val_loader}, ckpt_path)
+        return dict(self.callback_metrics)
 
     def validate(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[dict[str, float]]:
         """Run ``validation_step`` over ``loader`` and return a list with the metrics, by name.
@@ -285,11 +292,15 @@ class Trainer:
         """Return the counts and metrics, and the states of the callbacks; a rank out of data early loads these."""
         callbacks = {callback.state_key: callback.state_dict() for callback in self.callbacks}
         counts = {"epochs": self.epochs, "global_step": self.global_step}
-        return {**counts, "metrics": dict(self.metrics), "callbacks": callbacks}
+        return {**counts, "metrics": dict(self.callback_metrics), "callbacks": callbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state. A callback that has none there stays as it is."""
-        self.epochs, self.global_step, self.metrics = state["epochs"], state["global_step"], dict(state["metrics"])
+        self.epochs, self.global_step, self.callback_metrics = (
+            state["epochs"],
+            state["global_step"],
+            dict(state["metrics"]),
+        )
         for callback in self.callbacks:
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])

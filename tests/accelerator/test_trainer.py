@@ -82,7 +82,7 @@ def fit(rank: int, target: Target, shards: bool) -> tuple[torch.Tensor, dict[str
     assert module.net[0].weight.device.type == "cpu" and empties.call_count == (target.device != "cpu")
     assert not target.is_simulated or frees_memory(device)
     parameters = nn.utils.parameters_to_vector(module.parameters()).detach()
-    return parameters, fitting.metrics, Counter(wait.function for wait in found if wait.is_ours)
+    return parameters, fitting.callback_metrics, Counter(wait.function for wait in found if wait.is_ours)
 
 
 @pytest.mark.parametrize("shards", [False, True])

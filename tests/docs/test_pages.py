@@ -360,7 +360,7 @@ def test_methods_of_a_module(tmp_path: Path) -> None:
     module = Module()
     trainer = Trainer(devices=1, max_epochs=1, logger=False, default_root_dir=tmp_path)
     trainer.fit(module, [Labelled(torch.tensor([1.0, 2.0])), Labelled(torch.tensor([6.0]))])
-    assert trainer.metrics["labels"] == 3
+    assert trainer.callback_metrics["labels"] == 3
     assert (module.embeddings.tolist(), module.seconds) == ([6], 2.5)
 
 

@@ -74,7 +74,8 @@ def main(folder: Path, processes: int) -> None:
     if last.exists():
         print(f"Resuming from step {torch.load(last)['global_step']} on {processes} processes.", flush=True)
     trainer.fit(model, loader, ckpt_path=last if last.exists() else None)
-    print(f"After {trainer.epochs} epochs and {trainer.global_step} steps, the loss is {trainer.metrics['loss']:.4f}.")
+    loss = trainer.callback_metrics["loss"]
+    print(f"After {trainer.epochs} epochs and {trainer.global_step} steps, the loss is {loss:.4f}.")
 
 
 if __name__ == "__main__":

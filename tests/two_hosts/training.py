@@ -56,7 +56,7 @@ def fit(rank: int, ranks: int, **options: Any) -> Fitted:
     trainer = Trainer(max_epochs=2, seed=1, accelerator="cpu", logger=False, **options)
     module, size = Classifier(), BATCH_OF_ALL // ranks
     trainer.fit(module, loader(SAMPLES, size, shuffle=True), loader(29, size))
-    return flat_state(module.state_dict(), [trainer.global_step, trainer.current_epoch]), trainer.metrics
+    return flat_state(module.state_dict(), [trainer.global_step, trainer.current_epoch]), trainer.callback_metrics
 
 
 def fit_alone() -> Fitted:

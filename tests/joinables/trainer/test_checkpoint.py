@@ -155,6 +155,18 @@ def seal(path: Path) -> None:
     path.write_bytes((data := path.read_bytes()) + _SEAL + hashlib.sha256(data).hexdigest().encode())
 
 
+def test_compressed_entries_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three gigabytes of zeros are a file of three megabytes."""
+    torch.save({"data": torch.zeros(100_000)}, tmp_path / "stored")
+    with zipfile.ZipFile(tmp_path / "stored") as stored, zipfile.ZipFile(tmp_path / "small.ckpt", "w") as small:
+        for name in stored.namelist():
+            small.writestr(name, stored.read(name), zipfile.ZIP_DEFLATED if "data.pkl" in name else zipfile.ZIP_STORED)
+    seal(tmp_path / "small.ckpt")
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(ValueError, match=r"ckpt_path='.*small.ckpt' .*: it has compressed entries\. .*\[J794\]"):
+        read_checkpoint(tmp_path / "small.ckpt")
+
+
 @pytest.mark.parametrize("kind", ["object", "script", "no archive", "no pickle"])
 def test_a_sealed_file_of_another_kind(tmp_path: Path, kind: str) -> None:
     """Torch's text would advise ``weights_only=False``; it does not appear, even further up in the traceback."""

@@ -339,4 +339,4 @@ def test_batches_of_a_tokenizer() -> None:
     trainers = [Trainer() for _ in range(2)]
     trainers[0].fit(Encoded(), DataLoader(data, 4, collate_fn=encode))
     trainers[1].fit(Classifier(), DataLoader(data, 4))
-    assert trainers[0].metrics == trainers[1].metrics
+    assert trainers[0].callback_metrics == trainers[1].callback_metrics

@@ -62,7 +62,11 @@ def fit(rank: int, ranks: int, folder: str, accumulate: int, stop: int | None, r
         run.fit(module, data, ckpt_path=Path(folder) / "last.ckpt" if resume else None)
     except (Interrupt, PeerError):
         return module.seen
-    return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics["train_loss"], module.seen
+    return (
+        flat_state(module.state_dict(), [run.global_step, run.current_epoch]),
+        run.callback_metrics["train_loss"],
+        module.seen,
+    )
 
 
 @pytest.mark.parametrize(

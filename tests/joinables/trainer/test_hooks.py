@@ -161,7 +161,7 @@ def clamps(rank: int, kind: Any, ranks: int, strategy: dict[str, Any]) -> Any:
     module = kind(optimizer="sgd")
     run = trainer(strategy=strategy, max_epochs=2)
     run.fit(module, loader(25, 12 // ranks))  # 25: a step that only the first rank takes part in
-    return flat_state(module.state_dict()), run.metrics["largest"]
+    return flat_state(module.state_dict()), run.callback_metrics["largest"]
 
 
 @pytest.mark.parametrize("kind", [Clamps, ManualClamps])

@@ -38,11 +38,17 @@ def test_a_row_for_each_epoch_and_evaluation(tmp_path: Path) -> None:
     run.fit(module, loader(36, 6), loader(12))
     first, second, end = rows(tmp_path)
     assert (first["epoch"], first["step"], end) == (1.0, 3.0, {"epoch": 2.0, "step": 6.0, "end": 2.0})
-    assert second == {"epoch": 2.0, "step": 6.0, **{name: run.metrics[name] for name in second.keys() & run.metrics}}
+    assert second == {
+        "epoch": 2.0,
+        "step": 6.0,
+        **{name: run.callback_metrics[name] for name in second.keys() & run.callback_metrics},
+    }
     assert len(second) == 6
     assert json.loads((tmp_path / "hparams.json").read_text()) == module.hparams
     run.test(module, loader(12))
-    assert rows(tmp_path)[3:] == [{"epoch": 2.0, "step": 6.0, **{f"test_{n}": run.metrics[f"test_{n}"] for n in NAMES}}]
+    assert rows(tmp_path)[3:] == [
+        {"epoch": 2.0, "step": 6.0, **{f"test_{n}": run.callback_metrics[f"test_{n}"] for n in NAMES}}
+    ]
     Trainer(logger=CSVLogger(tmp_path)).test(module, loader(12))
     assert len(rows(tmp_path)) == 5
     Trainer(logger=CSVLogger(tmp_path)).fit(module, loader(12))
@@ -58,7 +64,7 @@ def test_a_rank_without_data_logs_nothing(
 ) -> None:
     run = Trainer(devices=devices, strategy=strategy, logger=CSVLogger(tmp_path))
     run.fit(Classifier(), loader(6))  # rank 1 has no data
-    assert rows(tmp_path) == [{"epoch": 1.0, "step": 1.0, **run.metrics}]
+    assert rows(tmp_path) == [{"epoch": 1.0, "step": 1.0, **run.callback_metrics}]
     assert capfd.readouterr() == ("", "")
 
 
@@ -67,7 +73,7 @@ def test_metrics_with_the_names_of_the_columns(tmp_path: Path) -> None:
     run.fit(Reserved(), loader(6))
     logged = {"epoch_logged": 0.5, "step_logged": 0.5}
     assert rows(tmp_path) == [{"epoch": count, "step": count, **logged} for count in (1.0, 2.0)]
-    assert run.metrics == {"epoch": 0.5, "step": 0.5}
+    assert run.callback_metrics == {"epoch": 0.5, "step": 0.5}
 
 
 class Reserved(Classifier):

@@ -58,7 +58,7 @@ def fit(rank: int, case: Case, ranks: int) -> tuple[dict[str, torch.Tensor], dic
     size = GLOBAL_BATCH // ranks
     run.fit(module, loader(case.samples, size, shuffle=True), loader(29, size))
     state = flat_state(module.state_dict(), [run.global_step, run.current_epoch])
-    return state, run.metrics
+    return state, run.callback_metrics
 
 
 def parts_of(name: str) -> Parts:
@@ -140,7 +140,7 @@ def in_parts(rank: int, parts: list[dict[str, int]], strategy: dict[str, Any], e
         if evaluate:
             run.test(module, loader(20, 4))
             run.predict(module, loader(20, 4))
-    return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics.get("train_loss")
+    return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.callback_metrics.get("train_loss")
 
 
 @pytest.mark.parametrize("shard", [False, True])
@@ -212,7 +212,7 @@ def resumed(rank: int, folder: str, samples: int, every: int, fail_at: int | Non
     data = loader(samples, 4, shuffle=True, collate_fn=augmented), loader(20, 4)
     with nullcontext() if fail_at is None else pytest.raises(Interrupt):
         run.fit(module, *data, ckpt_path=last if last.exists() else None)
-    return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics.get("train_loss")
+    return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.callback_metrics.get("train_loss")
 
 
 @pytest.mark.parametrize("shard", [False, True])
@@ -259,7 +259,7 @@ def resumed_from_hook(rank: int, hook: str, folder: str, fails: bool) -> Any:
     def fit(fails: bool, **options: Any) -> Any:
         run, module = trainer(seed=3, max_epochs=3, callbacks=SavesAt(hook, str(path), fails)), DrawsInHooks(0.3)
         run.fit(module, loader(18, 4, shuffle=True, collate_fn=augmented), loader(20, 4), **options)
-        return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics
+        return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.callback_metrics
 
     if not fails:
         return fit(False)
@@ -314,7 +314,7 @@ class Stream(IterableDataset[Any]):
 def stream(rank: int, counts: tuple[int, ...]) -> Any:
     run, module = trainer(max_epochs=2), Classifier()
     run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
-    return flat_state(module.state_dict()), run.global_step, run.metrics
+    return flat_state(module.state_dict()), run.global_step, run.callback_metrics
 
 
 def test_streams_of_unknown_length(pool: Pool) -> None:
@@ -420,7 +420,7 @@ def gan(rank: int, ranks: int) -> Any:
     run = trainer(max_epochs=2, seed=0)
     module = Gan()
     run.fit(module, loader(50, GLOBAL_BATCH // ranks))
-    return flat_state(module.state_dict()), run.global_step, run.metrics["g_loss"]
+    return flat_state(module.state_dict()), run.global_step, run.callback_metrics["g_loss"]
 
 
 def test_manual_optimization_equals_one_process(pool: Pool) -> None:
@@ -469,8 +469,8 @@ def familiar(rank: int) -> tuple[float, float, float]:
 
     run = trainer(max_epochs=3, callbacks=[Rates()])
     run.fit(Familiar(), loader(50, 6), loader(29, 6))
-    assert run.metrics["epochs"] == 2.0
-    return *rates[1:], run.metrics["val_loss"]  # type: ignore[return-value]
+    assert run.callback_metrics["epochs"] == 2.0
+    return *rates[1:], run.callback_metrics["val_loss"]  # type: ignore[return-value]
 
 
 def test_a_module_as_for_lightning(pool: Pool) -> None:

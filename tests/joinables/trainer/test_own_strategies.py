@@ -49,7 +49,7 @@ def over(rank: int, name: str, folder: Path, options: dict[str, Any]) -> Any:
         found = flat_state(module.state_dict())
         again, more = Normalised(), Trainer(strategy=name, **{**OPTIONS, **options, "max_epochs": 3})
         more.fit(again, loader(27, 4), loader(9, 4), ckpt_path=folder / "end.ckpt")
-        return found, flat_state(again.state_dict()), more.metrics["val_loss"]
+        return found, flat_state(again.state_dict()), more.callback_metrics["val_loss"]
 
 
 def alone(options: dict[str, Any], epochs: int) -> tuple[Any, float]:
@@ -57,7 +57,7 @@ def alone(options: dict[str, Any], epochs: int) -> tuple[Any, float]:
     single = trainer(**{**OPTIONS, **options, "max_epochs": epochs})
     single.fit(module, loader(27, 12), loader(9, 4))
     state = {name: each for name, each in module.state_dict().items() if "norm" not in name}
-    return flat_state(state), single.metrics["val_loss"]
+    return flat_state(state), single.callback_metrics["val_loss"]
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

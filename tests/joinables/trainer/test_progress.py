@@ -44,8 +44,8 @@ def test_a_line_shows_steps_metrics_and_ranks(capfd: pytest.CaptureFixture[str])
     assert last.startswith("Epoch 1: 2 of 2 batches, loss=") and last.rstrip().endswith(", 1 of 2 ranks")
     kept = lines[1][-1]
     for name in ("train_loss", "val_loss"):
-        assert f"{name}={run.metrics[name]:.4g}" in kept
-    assert f"test_loss={run.metrics['test_loss']:.4g}" in lines[2][-1]
+        assert f"{name}={run.callback_metrics[name]:.4g}" in kept
+    assert f"test_loss={run.callback_metrics['test_loss']:.4g}" in lines[2][-1]
 
 
 def test_a_line_says_for_how_many_ranks_the_first_waits(capfd: pytest.CaptureFixture[str]) -> None:

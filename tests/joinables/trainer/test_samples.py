@@ -72,7 +72,11 @@ def fits(rank: int, kind: Any, collate: Any, samples: int, ranks: int, streams: 
     module, run = kind(), trainer(max_epochs=2)
     data: Any = DataLoader(dataset(samples), 8 // ranks, collate_fn=collate)
     run.fit(module, list(data)[rank::ranks] if streams else data)
-    return flat_state(module.state_dict()), torch.tensor(run.metrics["loss"]), run.validate(module, data)[0]["loss"]
+    return (
+        flat_state(module.state_dict()),
+        torch.tensor(run.callback_metrics["loss"]),
+        run.validate(module, data)[0]["loss"],
+    )
 
 
 @pytest.mark.parametrize(

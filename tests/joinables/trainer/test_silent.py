@@ -122,7 +122,7 @@ class LogsRate(Classifier):
 def logs_rate(rank: int, size: int) -> float:
     run = trainer(accumulate_grad_batches=3)
     run.fit(LogsRate(scheduler="step"), loader(34, size))
-    return run.metrics["lr"]
+    return run.callback_metrics["lr"]
 
 
 def test_values_of_an_optimizer_step_weigh_its_samples(pool: Pool) -> None:

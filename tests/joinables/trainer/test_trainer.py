@@ -100,11 +100,11 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     trainer = build(1, "parts")
     trainer.fit(module, *data)
     assert (trainer.epochs, trainer.global_step, trainer.should_stop) == (1, 4, False)
-    assert len(trainer.metrics) == 1_004
-    assert trainer.metrics["metric 999"] == 999
+    assert len(trainer.callback_metrics) == 1_004
+    assert trainer.callback_metrics["metric 999"] == 999
     keeper = next(each for each in trainer.callbacks if isinstance(each, ModelCheckpoint))
     best = keeper.best_model_path
-    assert keeper.best_model_score == trainer.metrics["val_loss"]
+    assert keeper.best_model_score == trainer.callback_metrics["val_loss"]
     assert Path(best).is_file()
     assert trainer.join_report is not None
     assert [row.steps for row in trainer.join_report.ranks] == [4, 4]
@@ -117,8 +117,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     restored = Counting()
     tested = trainer.test(restored, data[1], ckpt_path=best)[0]
     assert_same(flat_state(restored.state_dict()), flat_state(kept))
-    assert tested["test_loss"] == pytest.approx(trainer.metrics["val_loss"], abs=1e-12)
-    assert trainer.metrics["test_loss"] == tested["test_loss"]
+    assert tested["test_loss"] == pytest.approx(trainer.callback_metrics["val_loss"], abs=1e-12)
+    assert trainer.callback_metrics["test_loss"] == tested["test_loss"]
     predictions = trainer.predict(module, loader(21, 4, num_workers=1))
     assert torch.allclose(torch.cat(predictions), module.eval()(data[1].dataset.tensors[0]), atol=TOLERANCE)  # pyright: ignore[reportAttributeAccessIssue]
     module.train()
@@ -135,7 +135,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     expected = build(3, "whole")
     expected.fit(whole, *data)
     assert_same(flat_state(module.state_dict()), flat_state(whole.state_dict()))
-    assert trainer.metrics["val_loss"] == expected.metrics["val_loss"]
+    assert trainer.callback_metrics["val_loss"] == expected.callback_metrics["val_loss"]
     assert os.environ == environ
 
 
@@ -337,7 +337,7 @@ def test_early_stopping(tmp_path: Path) -> None:
 def test_an_improvement_begins_the_patience_anew() -> None:
     stopping, run = EarlyStopping("x", patience=2), Trainer()
     for value, is_over in ((3.0, False), (3.0, False), (2.0, False), (2.0, False), (2.0, True)):
-        run.metrics["x"] = value
+        run.callback_metrics["x"] = value
         stopping.on_train_epoch_end(run, Classifier())
         assert run.should_stop is is_over
 
@@ -405,7 +405,7 @@ class Autocasts(Classifier):
 def test_16_bits() -> None:
     trainer = Trainer(max_epochs=6)
     trainer.fit(Autocasts(clip=1.0), loader(), loader(20))
-    assert trainer.metrics["val_loss"] < 0.6
+    assert trainer.callback_metrics["val_loss"] < 0.6
 
 
 def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
@@ -525,7 +525,7 @@ def test_the_trainer_starts_what_a_launcher_of_one_process_has_not(monkeypatch: 
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork")
     assert trainer.global_rank == 0
     trainer.fit(TellsItsPlace(), loader(6))  # a single batch
-    assert (trainer.metrics["ranks"], trainer.metrics["devices"]) == (1.0, 1.0)
+    assert (trainer.callback_metrics["ranks"], trainer.callback_metrics["devices"]) == (1.0, 1.0)
 
 
 def test_gpus_by_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -861,7 +861,7 @@ def test_metrics_of_hooks() -> None:
 
     class Sees(Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            seen.append(trainer.metrics["late"])
+            seen.append(trainer.callback_metrics["late"])
 
     trainer = Trainer(max_epochs=2, callbacks=Sees())
     trainer.fit(LogsLate(), loader())
@@ -895,7 +895,7 @@ def test_metrics_of_hooks_after_an_epoch(tmp_path: Path) -> None:
     trainer = Trainer(max_epochs=5, max_steps=5, callbacks=[LogsInHooks(), keeper])
     trainer.fit(LogsAtEnds(), loader(12), loader(12))
     late = {"validated": 4.0, "evaluated": 4.0, "epoch": 1.0, "trained": 5.0, "end": 5.0}
-    assert late.items() <= trainer.metrics.items()
+    assert late.items() <= trainer.callback_metrics.items()
     assert keeper.best_model_score == 1.0
     assert {"validated", "evaluated"} <= trainer.validate(LogsAtEnds(), loader(12))[0].keys()
 

@@ -103,8 +103,10 @@ def server() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool(server: None) -> Pool:
-    return Pool()
+def pool(server: None) -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

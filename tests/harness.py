@@ -4,18 +4,31 @@
 variable ``TESTS`` says so: unset, "all" or "night". Tests that :data:`in_test_all` or :data:`at_night` marks are
 collected there only, unless they are named one by one (``pytest FILE::TEST``).
 
-Each call of a :class:`Pool` has ranks of its own, which are forked from multiprocessing's forkserver by the runner of
-``joinables.processes``. If a call does not end in time, the stacks of its ranks are shown.
+A :class:`Pool` of ranks lives as long as the test session. Ranks are forked from multiprocessing's forkserver and
+reused; every call gets a fresh process group on a file store. A call that does not end in time is a hang: its ranks
+print their stacks, die, and are replaced.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
+import gc
+import importlib
+import itertools
+import multiprocessing as mp
+import multiprocessing.connection
 import os
 import pickle
+import signal
+import sys
 import tempfile
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -83,15 +96,57 @@ def first_and_last(epochs: Epochs) -> Epochs:
 SIZE = 4
 
 
+class RankFailed(AssertionError):
+    """A rank raised; the text is its traceback."""
+
+
+class RankHung(AssertionError):
+    """Ranks did not come back in time."""
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Any
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a rank is to do."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    ranks: int
+    path: str
+    backend: str
+    over_group: bool
+    bound: bool
+
+    def device(self) -> Any:
+        """The device that the process group is bound to, if it is."""
+        import torch
+
+        from tests.gpus import gpu_of
+
+        gpu = gpu_of(self.rank) if "nccl" in self.backend else None
+        if not self.bound and self.backend != "nccl":
+            return None
+        return gpu or torch.device("sim", self.rank)
+
+
 class Pool:
-    """Runs functions as ranks of a process group, in processes that are forked from multiprocessing's forkserver.
+    """``SIZE`` processes that run functions as ranks of a process group.
 
     Args:
-        prepare: what a rank does with its number ahead of its process group, such as to register a device.
+        prepare: what a rank does with its number before each call, ahead of its process group: what is registered in a
+            process for good, such as a device, is not there for tests that use another pool.
     """
 
-    def __init__(self, prepare: Callable[[int], object] = int) -> None:
+    def __init__(self, prepare: Callable[[int], None] | None = None) -> None:
         self._prepare = prepare
+        self._context = mp.get_context("forkserver")
+        self._workers: list[_Worker] = []
 
     def run(
         self,
@@ -108,41 +163,129 @@ class Pool:
         With ``backend="nccl"`` the group is told the GPU of its rank; with "simccl" it is told the device if it is to
         be ``bound``. Headers go through shared memory, or ``over_group``, as they do between machines.
         """
-        from joinables.processes import run
-
         with tempfile.TemporaryDirectory() as folder:
-            call = self._prepare, ranks, f"{folder}/store", backend, over_group, bound, fn, args
-            how: dict[str, Any] = {"method": "forkserver", "folder": Path(folder), "limit": timeout}
-            results, failures = run(_run, range(ranks), *call, **how)
-        assert not failures, "\n".join(f"-- rank {each.rank}: {each.text}\n{each.trace}" for each in failures)
-        return [pickle.loads(result) for result in results]
+            call = partial(_Call, fn, args, ranks=ranks, path=str(Path(folder) / "store"))
+            calls = [call(rank, backend=backend, over_group=over_group, bound=bound) for rank in range(ranks)]
+            try:
+                return self._run(calls, timeout)
+            except BaseException:  # also of a time limit of pytest's: the next test gets ranks that do nothing else
+                self.close()
+                raise
+
+    def _run(self, calls: list[_Call], timeout: float) -> list[Any]:
+        self._start()
+        workers = self._workers[: len(calls)]
+        for worker, call in zip(workers, calls, strict=True):
+            worker.pipe.send(call)
+        results: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        while pending and time.monotonic() < deadline:
+            ready: list[Any] = multiprocessing.connection.wait(list(pending), timeout=0.5)
+            for pipe in ready:
+                rank = pending.pop(pipe)
+                try:
+                    results[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    workers[rank].process.join(5)
+                    results[rank] = (False, f"rank {rank} died with exit code {workers[rank].process.exitcode}")
+                    deadline = min(deadline, time.monotonic() + 5)
+            if any(not ok for ok, _ in results.values()):
+                deadline = min(deadline, time.monotonic() + 10)  # the others may hang now; the cause is known
+        if pending:
+            self.close(dump=True)
+        failed = "\n".join(f"-- rank {rank}\n{text}" for rank, (ok, text) in sorted(results.items()) if not ok)
+        if failed:
+            raise RankFailed(failed)
+        if pending:
+            raise RankHung(f"ranks {sorted(pending.values())} did not return within {timeout:g} s")
+        self._end_groups(workers)
+        return [results[rank][1] for rank in range(len(calls))]
+
+    def _end_groups(self, workers: list[_Worker]) -> None:
+        """Only once all are done: a rank that is done early would close connections that others are still making."""
+        for worker in workers:
+            worker.pipe.send("all are done")
+        for rank, worker in enumerate(workers):
+            try:
+                is_done = worker.pipe.poll(30) and worker.pipe.recv()
+            except EOFError:
+                is_done = False
+            if not is_done:
+                self.close(dump=True)
+                raise RankHung(f"rank {rank} did not destroy its process group within 30 s, or died in it")
+
+    def _start(self) -> None:
+        started: list[_Worker] = []
+        while len(self._workers) < SIZE:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there, self._prepare), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append(_Worker(process, here))
+            started.append(self._workers[-1])
+        for worker in started:
+            worker.pipe.recv()  # ready: what starting takes is no part of a call's time
+
+    def close(self, *, dump: bool = False) -> None:
+        """End all ranks; ``dump`` prints their stacks first."""
+        for worker in self._workers:
+            if dump and worker.process.is_alive():
+                os.kill(worker.process.pid, signal.SIGUSR1)
+                time.sleep(0.2)
+            worker.process.kill()
+            worker.process.join()
+            worker.pipe.close()
+        self._workers.clear()
 
 
-def _run(
-    rank: int,
-    prepare: Callable[[int], object],
-    ranks: int,
-    store: str,
-    backend: str,
-    over_group: bool,
-    bound: bool,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> Any:
+def _serve(pipe: Any, prepare: Callable[[int], None] | None) -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     import torch
     import torch.distributed as dist
 
-    from joinables.processes import rank_of_group
-    from tests.gpus import gpu_of
+    importlib.import_module("tests.preloaded")
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", r"Guards may run slower on Python 3\.13\.0")
     warnings.filterwarnings("ignore", r"The ``compute`` method of metric")  # of ranks without data
-    os.environ["JOIN_SHARED_MEMORY"] = "0" if over_group else "1"
-    prepare(rank)
-    device = gpu_of(rank) if "nccl" in backend else None
-    if bound or backend == "nccl":
-        device = device or torch.device("sim", rank)
-    with rank_of_group(rank, ranks, dist.FileStore(store, ranks), backend, 30.0, device_id=device):
-        return pickle.dumps(fn(rank, *args))
+    # A group must not be freed by one of its own threads, which may still be clearing a comm hook's callback.
+    last: list[Any] = []
+    pipe.send("ready")
+    for served in itertools.count(1):
+        is_idle = not pipe.poll(0.5)
+        if is_idle:
+            last.clear()
+        if is_idle or served % 8 == 0:  # models in cycles keep groups, whose threads wake up a hundred times a second
+            gc.collect()
+            gc.freeze()  # or the next collection would look again at what is there for good
+        try:
+            call: _Call = pipe.recv()
+        except EOFError:
+            return
+        os.environ["JOIN_SHARED_MEMORY"] = "0" if call.over_group else "1"
+        try:
+            if prepare is not None:
+                prepare(call.rank)
+            dist.init_process_group(
+                call.backend,
+                store=dist.FileStore(call.path, call.ranks),
+                rank=call.rank,
+                world_size=call.ranks,
+                device_id=call.device(),
+            )
+            result = (True, call.fn(call.rank, *call.args))
+        except BaseException:
+            result = (False, traceback.format_exc())
+        # Not ``send``, which shares the memory of each tensor by a file and a socket of its own.
+        pipe.send_bytes(pickle.dumps(result))
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        if dist.is_initialized():
+            last[:] = [dist.group.WORLD]
+            dist.destroy_process_group()
+        pipe.send("ended")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.accelerator import simulated
@@ -24,9 +26,11 @@ def built() -> None:
 
 
 @pytest.fixture(scope="session")
-def simulated_pool(server: None, built: None) -> Pool:
+def simulated_pool(server: None, built: None) -> Iterator[Pool]:
     """Ranks that know the simulated device: all others must not, since torch would have an accelerator there."""
-    return Pool(prepare_simulated)
+    pool = Pool(prepare_simulated)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from join import Join
 from join.collectives import TorchCollective, base
 from join.protocol.channel import Lockstep
 from tests.ending import Ending, Running
-from tests.meeting import tell, wait_for
 from tests.shorter import using
 from tests.training import batch, build
 
@@ -33,9 +33,11 @@ NEVER = 1e9  # seconds
 def arriving(rank: int, place: str, timeout: float | None, seconds: float, silent: float = 30.0) -> str:
     """Run an uneven block; rank 1 comes late to a place by some seconds, or never."""
     (owner, name), text = PLACES[place], "fine"
-    then, store = getattr(owner, name), dist.distributed_c10d._get_default_store()
+    then: Any = getattr(owner, name)
+    store: Any = dist.distributed_c10d._get_default_store()
+    folder = Path(store.underlying_store.path).parent  # ranks meet there, since rank 1 may hold the lock of the store
     if rank == 1:
-        store.set("pid of rank 1", str(os.getpid()))
+        (folder / "pid-1").write_text(str(os.getpid()))
 
     def late(*args: Any, **options: Any) -> Any:
         time.sleep(seconds) if seconds < NEVER else os.kill(os.getpid(), signal.SIGSTOP)
@@ -56,10 +58,11 @@ def arriving(rank: int, place: str, timeout: float | None, seconds: float, silen
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
     if seconds == NEVER:
-        tell()
-        wait_for([2, 0])
+        (folder / f"through-{rank}").touch()
+        while rank == 0 and not (folder / "through-2").exists():
+            time.sleep(0.02)
         if rank == 0:
-            os.kill(int(store.get("pid of rank 1")), signal.SIGKILL)
+            os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
     return text
 
 

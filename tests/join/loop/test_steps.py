@@ -213,6 +213,5 @@ def test_a_rank_that_begins_a_loop_where_others_run_what_all_expect(ranks: int) 
                 list(join.iterate([0]))
         return str(caught.value)
 
-    zero, one, *_ = run_threads(ranks, run)
-    assert zero.startswith("2 active ranks announced different bursts: 1 x Counter, 1 x join.iterate")
-    assert one.startswith(f"rank 0 failed: ProtocolError: {zero}")
+    for text in run_threads(ranks, run):
+        assert "2 active ranks announced different bursts: 1 x Counter, 1 x join.iterate" in text

@@ -123,11 +123,6 @@ class Scaling:
     ) -> torch.Tensor | None:
         backward = self.enter_backward()
         if not backward.scaled:
-            if unit is None and self.in_use is False:
-                raise JoinError(
-                    "A loss went through join.scale, but the first backward in this loop over join.iterate began"
-                    " without it. Call join.scale(loss) for every backward of the loop, or for none. [J526]"
-                )
             backward.scaled, self.is_due, backward.weight = True, False, weight
         elif unit is not None and weight != backward.weight:
             refuse_weight(weight, "another loss of the same backward")
@@ -170,8 +165,7 @@ class Scaling:
     def check_backward(self, burst: Joinable, *, scaled: bool) -> None:
         """Check that a loop scales its losses if it must, and all of them or none.
 
-        It is called when a backward reaches a listed module, unless ``in_use`` already is whether it is scaled. A loop
-        that begins to scale is found before, in :meth:`_begin_backward`.
+        It is called when a backward reaches a listed module, unless ``in_use`` already is whether it is scaled.
 
         Args:
             burst: The backward of the module.
@@ -185,9 +179,10 @@ class Scaling:
                 raise self._not_scaled(burst, "ran")
             self.in_use = scaled
             return
+        now, first = ("is", "was not") if scaled else ("is not", "was")
         raise JoinError(
-            f"The loss of {burst.join_name} is not scaled, but the loss of the first backward in this loop over"
-            " join.iterate was. Call join.scale(loss) for every backward of the loop, or for none. [J461]"
+            f"The loss of {burst.join_name} {now} scaled, but the loss of the first backward in this loop over"
+            f" join.iterate {first}. Call join.scale(loss) for every backward of the loop, or for none. [J461]"
         )
 
     def refuse_step(self, joinable: Joinable, step: Step) -> NoReturn:

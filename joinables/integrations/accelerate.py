@@ -60,7 +60,7 @@ T = TypeVar("T")
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "FSDP")
 ADVICE = {
     "J013": "List the prepared model. For a compiled model, pass keep_torch_compile=False to accelerator.unwrap_model.",
-    "J460 J461 J526": "Call accelerator.backward(loss) for every loss of the loop.",
+    "J460 J461": "Call accelerator.backward(loss) for every loss of the loop.",
 }
 """By the codes of errors whose advice users of Accelerate cannot follow: the advice that replaces it."""
 REFUSED = {

@@ -101,7 +101,7 @@ ADVICE = {
     "J093": f"Call super().training_step for every batch. {STOP}",
     "J421": "Call the model in training_step, or before or after train().",
     "J441": "Change parameters, gradients and learning rates alike on all ranks, even if self.shadowing is true.",
-    "J460 J461 J526": "Call self.accelerator.backward(loss) for every loss.",
+    "J460 J461": "Call self.accelerator.backward(loss) for every loss.",
     "J471": "Remove no_sync from training_step, which the Trainer calls in it.",
     "J521": "Call self.accelerator.gather_for_metrics. Of TRL's trainers, use SFT-, DPO-, KTO- or RewardTrainer.",
     "J536": "Remove it from the DistributedDataParallelKwargs or from the model.",

@@ -76,19 +76,20 @@ def test_state_that_cannot_be_pickled_is_an_error_on_all_ranks(pool: Pool) -> No
         assert "Rank 1 cannot pickle" in text
 
 
-def one_last_rank_differs(rank: int) -> str:
+def one_last_rank_differs(rank: int, name: str) -> str:
     ddp = DistributedDataParallel(build("mlp"))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.1)
     with pytest.raises(JoinError) as caught, Join([ddp, optimizer]):
-        optimizer.param_groups[0]["lr"] = 0.2 if rank == 2 else 0.1
+        optimizer.param_groups[0][name] = 0.2 if rank == 2 else 0.1
         for step in range((0, 2, 2)[rank]):
             ddp(batch(rank, 0, step)[0]).sum().backward()
             optimizer.step()
     return str(caught.value)
 
 
-def test_ranks_that_differ_are_named(pool: Pool) -> None:
-    for text in pool.run(one_last_rank_differs, ranks=3):
+@pytest.mark.parametrize("name", ["lr", "momentum"])
+def test_ranks_that_differ_are_named(pool: Pool, name: str) -> None:
+    for text in pool.run(one_last_rank_differs, name, ranks=3):
         assert "is 0.1 on rank 1, 0.2 on rank 2" in text
         assert "on rank 0" not in text
 

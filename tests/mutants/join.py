@@ -773,12 +773,6 @@ MUTANTS = [
     ),
     Mutant(
         "join/scaling.py",
-        "if unit is None and self.in_use is False:",
-        "if False:",
-        "tests/join/test_scaling.py::test_mistakes",
-    ),
-    Mutant(
-        "join/scaling.py",
         "        outer = outer_node() if may_be_inside or backward is not None else None",
         "        outer = None",
         "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[two reentrant, hidden: last]",

@@ -49,7 +49,7 @@ ADVICE = {
     "J113": SKIP,
     "J291": "JoinStrategy wraps the whole LightningModule. Do not wrap its parts.",
     "J441": "Change parameters and learning rates alike on all ranks. Let schedulers monitor means over ranks.",
-    "J460 J461 J526": "Call self.manual_backward(loss) for every loss.",
+    "J460 J461": "Call self.manual_backward(loss) for every loss.",
     "J471": "Remove no_sync from the LightningModule, whose steps all reduce gradients.",
     "J473": UNUSED,
     "J536": "Remove it from the arguments of JoinStrategy, and step optimizers after the backward.",

@@ -83,7 +83,7 @@ class Fails(Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.is_trained = True
-        if self.where == "hook":
+        if self.where in ("hook", f"hook of rank {trainer.global_rank}"):
             raise KeyError(self.where)
         if self.where == "exit" and trainer.global_rank == 0:
             sys.exit("text")
@@ -209,7 +209,7 @@ def test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure(
     monkeypatch.setattr(launch, "save", slow)
     monkeypatch.setattr(TIMEOUTS, "first", 0.0)
     with pytest.raises(KeyError):
-        callback = Fails("end of rank 1")
+        callback = Fails("hook of rank 1")
         Trainer(devices=2, strategy="ddp_fork", callbacks=callback, default_root_dir=tmp_path).fit(
             Classifier(), loader(6)
         )

@@ -125,9 +125,15 @@ class Packed(NamedTuple):
 class _Packer(pickle.Pickler):
     """Pickler that puts tensors aside, and refers to known ones by their numbers."""
 
-    def __init__(self, file: io.BytesIO, known: Mapping[int, int], why_unfit: Callable[[Any], str] | None) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        known: Mapping[int, int],
+        why_unfit: Callable[[Any], str] | None,
+        aside: Container[int] | None = None,
+    ) -> None:
         super().__init__(file, 5)
-        self._known, self._why_unfit = known, why_unfit
+        self._known, self._why_unfit, self._aside = known, why_unfit, aside
         self.tensors: list[torch.Tensor] = []
 
     @override
@@ -138,6 +144,8 @@ class _Packer(pickle.Pickler):
         if self._why_unfit is not None and (why := (why_unlike if is_tensor else self._why_unfit)(obj)):
             raise Unfit(why)
         if not is_tensor or obj.layout is not torch.strided:
+            return NotImplemented
+        if self._aside is not None and id(obj) not in self._aside:
             return NotImplemented
         self.tensors.append(obj)
         return _tensor, (len(self.tensors) - 1,)
@@ -168,6 +176,7 @@ def pack(
     why_unfit: Callable[[Any], str] | None = None,
     *,
     is_digested: bool = False,
+    aside: Container[int] | None = None,
 ) -> Packed:
     """Return a tree as bytes and tensors. It may raise what pickling an object raises.
 
@@ -177,12 +186,14 @@ def pack(
         why_unfit: A function that returns the reason why an object in the tree cannot be sent, or "". With it, tensors
             have to be plain.
         is_digested: Whether the bytes are for a digest.
+        aside: The ``id`` of tensors that are put aside; by default all. Others are pickled whole: an object may compute
+            with its tensors when it is unpickled, before those that are put aside have arrived.
 
     Raises:
         Unfit: If an object cannot be sent.
     """
     file = io.BytesIO()
-    packer = _Packer(file, known or {}, why_unfit)
+    packer = _Packer(file, known or {}, why_unfit, aside)
     packer.fast = is_digested  # so that the bytes do not depend on which values are one object
     packer.dump(tree)
     return Packed(file.getvalue(), packer.tensors)
@@ -212,7 +223,7 @@ class _Tree:
 
     @override
     def __reduce__(self) -> Any:
-        data, self.tensors = pack(self._tree)
+        data, self.tensors = pack(self._tree, aside=set(map(id, pytree.tree_leaves(self._tree))))
         kinds = [(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in self.tensors]
         if not self._whole:
             return tuple, ((data, kinds, _plan(self.tensors)),)
@@ -288,7 +299,7 @@ class Inbox:
         if not self.empty:
             return tree
         (leaves, structure), (own_leaves, own_structure) = pytree.tree_flatten(tree), pytree.tree_flatten(own)
-        data, empty = pack(tree)
+        data, empty = pack(tree, aside=set(map(id, self.empty)))
         pairs = zip(map(id, leaves), own_leaves, strict=True) if structure == own_structure else ()
         own_of = {place: leaf for place, leaf in pairs if isinstance(leaf, torch.Tensor) and not why_unlike(leaf)}
         return unpack(Packed(data, self.receive(empty, [own_of.get(id(each)) for each in empty], like)))

@@ -44,7 +44,7 @@ from typing_extensions import override
 
 from join.errors import add_note, described
 from join.generators import used_accelerator
-from joinables.processes import Failure, LaunchError, ending_forks, how_it_ended, rank_of_group, run
+from joinables.processes import RUNNING, Failure, LaunchError, ending_forks, how_it_ended, rank_of_group, run
 from joinables.trainer import output, settings
 from joinables.trainer.files import replacing, save, temporary_folder
 from joinables.trainer.rendezvous import RUN_ID, USE_AGENT_STORE, fresh_store, job_of
@@ -199,9 +199,9 @@ class Launcher:
             _, failures = run(_work, ranks, job, method=method, folder=folder, once_started=lambda: _serve(self._node))
             if failures:
                 error = _error_of(failures[0])
-                if len(failures) > 1:
-                    others = (f"rank {each.rank} failed too: {each.text[:200]}" for each in failures[1:])
-                    add_note(error, "; ".join(others))
+                more = [each for each in failures[1:] if each.blame != RUNNING]  # the others only waited for this rank
+                if more:
+                    add_note(error, "; ".join(f"rank {each.rank} failed too: {each.text[:200]}" for each in more))
                 raise error
             is_tuple, *fields = results.get()
             got = tuple(read(folder / field) if isinstance(field, _Name) else field for field in fields)

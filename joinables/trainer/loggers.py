@@ -51,7 +51,9 @@ class CSVLogger:
         lines = self._path.read_text(errors="replace").replace("\0", "").splitlines(keepends=True)
         # A machine that lost its power may have left a part of a line.
         rows = csv.DictReader(line for line in lines if line.endswith("\n"))
-        return [row for row in rows if _number(row, "step") <= step and _number(row, "epoch") <= epoch]
+        # A row of a single step, which has no epoch, is written before the step counts.
+        done = [row for row in rows if _number(row, "step") <= (step if row.get("epoch") else step - 1)]
+        return [row for row in done if _number(row, "epoch") <= epoch]
 
     def _write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         text = io.StringIO()
@@ -80,9 +82,9 @@ class CSVLogger:
 
 
 def _number(row: Mapping[str, str], column: str) -> float:
-    """Return a whole number of a row; NaN if the row is damaged."""
-    text = row.get(column) or ""
-    return int(text) if text.isdecimal() else math.nan
+    """Return a whole number of a row, 0 if the row has none, such as one of a step; NaN if the row is damaged."""
+    text = row.get(column)
+    return 0 if text == "" else int(text) if text and text.isdecimal() else math.nan
 
 
 def loggers_of(argument: Any) -> list[Any]:

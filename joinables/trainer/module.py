@@ -16,7 +16,7 @@ The order of calls (``*`` is ``validation``, ``test`` or ``predict``)::
                   on_train_epoch_end
     on_train_end
 
-    on_*_epoch_start, *_step for each batch, on_*_epoch_end
+    *_step for each batch, on_*_epoch_end
 
     add_to_queue      on rank 0
     teardown
@@ -429,9 +429,11 @@ def warn_of_own_state(objects: Sequence[TrainModule | Callback]) -> None:
 def refuse_hooks(hooked: object) -> None:
     """Raise a ``TypeError`` for a module or a callback with hooks that a trainer does not call."""
     kind = type(hooked)
-    names = (name for name in dir(kind) if _HOOK.fullmatch(name) and not hasattr(TrainModule, name))
+    known = hooks = [name for name in vars(TrainModule) if not name.startswith("_")]
+    if not isinstance(hooked, TrainModule):  # of the module's hooks, a callback has those around its steps
+        known = [name for name in hooks if name.startswith("on_") or name in ("setup", "teardown")]
+    names = (name for name in dir(kind) if (_HOOK.fullmatch(name) or name in hooks) and name not in known)
     if uncalled := [name for name in names if callable(getattr(kind, name))]:
-        known = [name for name in vars(TrainModule) if not name.startswith("_")]
         near = dict.fromkeys(close for name in uncalled for close in get_close_matches(name, known, 1, 0))
         raise TypeError(
             f"{kind.__name__} has hooks that the trainer does not call: {', '.join(uncalled)}. Move their statements"

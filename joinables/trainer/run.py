@@ -637,12 +637,12 @@ class Fit(Run):
     def _prepare_gradients(self) -> None:
         """Call the user's hook; under manual optimization, torch does, as a step begins."""
         if self.module.automatic_optimization:
-            self.module.on_before_optimizer_step(self.optimizers[0])
+            self.call("on_before_optimizer_step", self.optimizers[0])
 
     # Under manual optimization, torch calls these before and after each step of an optimizer.
 
     def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.module.on_before_optimizer_step(optimizer)
+        self.call("on_before_optimizer_step", optimizer)
 
     def _count_step(self, *_: Any) -> None:
         self.trainer.global_step += 1

@@ -352,7 +352,10 @@ class Trainer:
     def global_rank(self) -> int:
         """Rank of this process; outside a run 0, or the rank that torchrun has set."""
         place = self.strategy.place(self.world_size) if self._run is None else self._run.place
-        return 0 if place is None else place.rank
+        if place is not None:
+            return place.rank
+        node = node_of(self.world_size // self.num_nodes, self.num_nodes, os.environ)
+        return 0 if node is None else node.ranks[0]
 
     @property
     def current_epoch(self) -> int:

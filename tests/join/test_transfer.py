@@ -42,6 +42,35 @@ def test_trees_of_any_shape_arrive_whole() -> None:
             assert [tensor.dtype for tensor in each["by dtype"]] == DTYPES
 
 
+class Holds:
+    """An object that is no container of tensors to torch. It computes with its tensor when it is unpickled."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getstate__(self) -> torch.Tensor:
+        return self.tensor
+
+    def __setstate__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor if tensor.requires_grad else tensor.clone()
+
+
+def held(rank: int) -> list[Holds]:
+    full = torch.full((4,), 7.0 + rank)
+    return [Holds(full), Holds(full.to_sparse()), Holds(torch.nn.Parameter(full))]
+
+
+def test_objects_that_compute_while_they_are_unpickled() -> None:
+    def rank_main(collective: ThreadCollective) -> tuple[Any, Any]:
+        return gather_trees(collective, held(collective.rank)), broadcast_tree(collective, held(collective.rank), 1)
+
+    for gathered, copied in run_threads(2, rank_main):
+        for rank, objects in enumerate([*gathered, copied]):
+            for ours, expected in zip(objects, held(min(rank, 1)), strict=True):
+                assert type(ours.tensor) is type(expected.tensor)
+                torch.testing.assert_close(ours.tensor, expected.tensor)
+
+
 def test_trees_without_tensors() -> None:
     assert run_threads(2, lambda collective: gather_trees(collective, collective.rank)) == [[0, 1]] * 2
 

@@ -157,14 +157,19 @@ class ManualClamps(Clamps):
         self.optimizers().step()
 
 
+class ClampsFromOutside(Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        Clamps.on_before_optimizer_step(module, optimizer)
+
+
 def clamps(rank: int, kind: Any, ranks: int, strategy: dict[str, Any]) -> Any:
     module = kind(optimizer="sgd")
-    run = trainer(strategy=strategy, max_epochs=2)
+    run = trainer(strategy=strategy, max_epochs=2, callbacks=[ClampsFromOutside()] if kind is Classifier else [])
     run.fit(module, loader(25, 12 // ranks))  # 25: a step that only the first rank takes part in
     return flat_state(module.state_dict()), run.callback_metrics["largest"]
 
 
-@pytest.mark.parametrize("kind", [Clamps, ManualClamps])
+@pytest.mark.parametrize("kind", [Clamps, ManualClamps, Classifier])
 @pytest.mark.parametrize("strategy", [{}, {"shard_optimizers": True}], ids=["", "sharded"])
 def test_gradients_changed_in_a_hook(pool: Pool, kind: Any, strategy: dict[str, Any]) -> None:
     expected, largest = clamps(0, kind, 1, {})
@@ -236,7 +241,9 @@ def test_a_submodule_with_the_name_of_a_hook() -> None:
 class Lightnings(Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None: ...
 
+    def results_to_return(self) -> Any: ...
+
 
 def test_callbacks_with_other_hooks() -> None:
-    with pytest.raises(TypeError, match=r"Lightnings has hooks .*: on_fit_start\. Move"):
+    with pytest.raises(TypeError, match=r"Lightnings has hooks .*: on_fit_start, results_to_return\. Move"):
         Trainer(callbacks=Lightnings())

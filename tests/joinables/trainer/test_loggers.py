@@ -68,6 +68,18 @@ def test_a_rank_without_data_logs_nothing(
     assert capfd.readouterr() == ("", "")
 
 
+class LogsSteps(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.logger.log_metrics({"half": 0.5}, self.trainer.global_step)
+
+
+def test_rows_of_steps_stay(tmp_path: Path) -> None:
+    Trainer(max_epochs=2, logger=CSVLogger(tmp_path)).fit(LogsSteps(), loader(12))
+    found = rows(tmp_path)
+    assert [row["step"] for row in found if row.get("half")] == [0.0, 1.0, 2.0, 3.0]
+    assert [row["epoch"] for row in found if "epoch" in row] == [1.0, 2.0]
+
+
 def test_metrics_with_the_names_of_the_columns(tmp_path: Path) -> None:
     run = Trainer(max_epochs=2, logger=CSVLogger(tmp_path))
     run.fit(Reserved(), loader(6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -148,7 +149,11 @@ def test_a_process_that_ends_in_its_block(ending: Ending, closes: bool, over_gro
 
 
 def die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    """Be killed, but not in the middle of a write to the store's file, which no other rank could read then."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    with open(store.underlying_store.path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed_early(rank: int) -> str:

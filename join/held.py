@@ -180,7 +180,7 @@ class Held:
         return found
 
     def _fingerprint(self, value: Any, part: Part) -> Any:
-        """Return a number that stands for a value that is not plain."""
+        """Return the number by which a value that is not plain is known."""
         if isinstance(value, Holder):
             return type(value.value).__name__
         data, tensors = pack_attribute(value, part.known(), is_digested=True)

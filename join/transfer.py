@@ -182,7 +182,7 @@ def pack(
 
     Args:
         tree: Any picklable objects with tensors.
-        known: The numbers of tensors that :func:`unpack` replaces by those of the other rank, by their ``id``.
+        known: The numbers of tensors that :func:`unpack` replaces by the tensors of its own rank, by their ``id``.
         why_unfit: A function that returns the reason why an object in the tree cannot be sent, or "". With it, tensors
             have to be plain.
         is_digested: Whether the bytes are for a digest.
@@ -267,7 +267,7 @@ class Inbox:
     """Tree of the rank that is copied, and the tensors into which this rank receives its tensors.
 
     Args:
-        skeleton: The tree; on other ranks than the sender, with a tensor without memory in the place of each tensor.
+        skeleton: The tree; on other ranks than the sender, each tensor in it has no memory.
         empty: These tensors.
         keeps: Whether this rank has made as many steps as the sender, and so may keep its own state.
 

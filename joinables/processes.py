@@ -73,7 +73,7 @@ class Failure:
     """Failure of a rank. The least of several is the cause of the others, on the lowest such rank.
 
     Attributes:
-        blame: Who has caused it.
+        blame: Whether this rank has caused it: one of the values above.
         rank: The rank.
         text: The exception, as the last lines of its traceback, or how the process ended.
         trace: The traceback, or the stack of a rank that did not return in time.
@@ -115,7 +115,7 @@ def run(
         once_started: Called by this process when all ranks have been started.
 
     Returns:
-        The results by rank, and the failures, of which the first is the cause. Ranks that still run after the failure
+        The results by rank, and the failures; the first one is the cause. Ranks that still run after the failure
         of another one, or at the limit, have failed, too.
     """
     running: dict[BaseProcess, int] = {}
@@ -150,7 +150,7 @@ def run(
 
 
 def _report_of(folder: Path, rank: int, code: int | None) -> tuple[Failure | None, Any]:
-    """Return the failure of a rank, or what it has returned; the exit code is ``None`` while it runs."""
+    """Return the failure of a rank, or its result; the exit code is ``None`` while it runs."""
     if (report := folder / f"report-{rank}").exists():
         return pickle.loads(report.read_bytes())
     if code is not None:

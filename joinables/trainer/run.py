@@ -294,7 +294,7 @@ class Run:
         """Evaluate on ``loader`` and return the metrics over all ranks, or the outputs of a prediction by batch.
 
         Rank 0 returns the outputs of all ranks, and the other ranks return none. They are in the order of the data set.
-        If the trainer did not distribute the data, all outputs of rank 0 come first, then those of rank 1, and so on.
+        If the trainer did not distribute the data, all outputs of rank 0 come first, then all of rank 1, and so on.
 
         Args:
             loader: The batches. A loader that is distributed already is used as it is.

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 _NAMES = "default_device default_dtype deterministic_debug_mode float32_matmul_precision"
-"""Settings for which torch has functions ``get_...`` and ``set_...``."""
+"""Settings that torch reads and changes by functions ``get_...`` and ``set_...``."""
 
 _FLAGS = """
 backends.cudnn.benchmark backends.cudnn.deterministic backends.mkldnn.deterministic

@@ -132,7 +132,7 @@ def run(
             for process in _ended(running, min(left, _PAUSE)):
                 code, rank = _reap(process, limit is not None), running.pop(process)
                 reports[rank] = _report_of(folder, rank, code)
-            for rank in running.values():
+            for rank in set(running.values()) - reports.keys():
                 if (folder / f"report-{rank}").exists():  # it may still wait for processes that it has started
                     reports[rank] = _report_of(folder, rank, None)
             if any(failure for failure, _ in reports.values()):

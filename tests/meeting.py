@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,6 +20,12 @@ def tell() -> None:
 def wait_for(ranks: Iterable[int]) -> None:
     """Wait until these ranks have told so."""
     _store().wait([f"test-rank-{rank}" for rank in ranks], PATIENCE)
+
+
+def store_file() -> Path:
+    """Return the file of the store. A rank holds its lock in each call of the store, even while it is stopped."""
+    store: Any = _store()
+    return Path(store.underlying_store.path)
 
 
 def _store() -> dist.Store:

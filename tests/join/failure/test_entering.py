@@ -20,7 +20,7 @@ from join.collectives import collective_of
 from tests.ending import Ending
 from tests.harness import all_or_each
 from tests.join.counter import Counter
-from tests.meeting import tell, wait_for
+from tests.meeting import store_file, tell, wait_for
 from tests.shorter import using
 
 
@@ -150,8 +150,7 @@ def test_a_process_that_ends_in_its_block(ending: Ending, closes: bool, over_gro
 
 def die(*_: Any, **__: Any) -> None:
     """Be killed, but not in the middle of a write to the store's file, which no other rank could read then."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    with open(store.underlying_store.path, "rb") as file:
+    with store_file().open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         os.kill(os.getpid(), signal.SIGKILL)
 

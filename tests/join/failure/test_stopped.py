@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from join import Join
 from join.collectives import TorchCollective, base
 from join.protocol.channel import Lockstep
 from tests.ending import Ending, Running
+from tests.meeting import store_file
 from tests.shorter import using
 from tests.training import batch, build
 
@@ -34,8 +34,7 @@ def arriving(rank: int, place: str, timeout: float | None, seconds: float, silen
     """Run an uneven block; rank 1 comes late to a place by some seconds, or never."""
     (owner, name), text = PLACES[place], "fine"
     then: Any = getattr(owner, name)
-    store: Any = dist.distributed_c10d._get_default_store()
-    folder = Path(store.underlying_store.path).parent  # ranks meet there, since rank 1 may hold the lock of the store
+    folder = store_file().parent  # ranks meet there, since rank 1 may hold the lock of the store
     if rank == 1:
         (folder / "pid-1").write_text(str(os.getpid()))
 

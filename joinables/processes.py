@@ -96,7 +96,6 @@ def run(
     method: str,
     folder: Path,
     limit: float | None = None,
-    once_started: Callable[[], object] = lambda: None,
 ) -> tuple[list[Any], list[Failure]]:
     """Run ``fn(rank, *args)`` in a process for each rank. None of these processes is left at the end.
 
@@ -112,7 +111,6 @@ def run(
         folder: An empty folder for the files of this call.
         limit: The seconds until ranks that still run write where they are, and end. Then all processes end that they
             have forked or started. ``None`` is without a limit.
-        once_started: Called by this process when all ranks have been started.
 
     Returns:
         The results by rank, and the failures; the first one is the cause. Ranks that still run after the failure
@@ -127,7 +125,6 @@ def run(
             start_processes = cast("Any", torch.multiprocessing).start_processes
             work = _work, (fn, rank, args, folder, limit is not None)
             running[start_processes(*work, join=False, start_method=method).processes[0]] = rank
-        once_started()
         while running and (left := deadline - time.monotonic()) > 0:
             for process in _ended(running, min(left, _PAUSE)):
                 code, rank = _reap(process, limit is not None), running.pop(process)

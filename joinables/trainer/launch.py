@@ -11,8 +11,8 @@ If the launcher starts the processes, the parent and each worker share the work 
                                                 the first puts one tuple into the queue: its result
     gets the tuple, once; maps its files
 
-With several nodes, there is a parent on each. The first worker of a node has the lowest rank there. The parent of the
-first node serves the store, at the address that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
+With several nodes, there is a parent on each. The first worker of a node has the lowest rank there. A process beside
+the parent of the first node serves the store, at the address that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
 
 A process that torchrun or another launcher has started does the middle part of the worker, and keeps the result or the
 exception of ``fn`` for itself. A :class:`ClusterEnvironment` describes it. The variables of torchrun are one. They are
@@ -30,11 +30,13 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
@@ -163,7 +165,8 @@ class Launcher:
             NotPicklable: If ``fn`` or an argument (before any process starts) or the result cannot be pickled.
             WorkerDied: If a worker ended before ``fn`` did.
             WorkerRaised: If a worker raised an exception that cannot be pickled, or a long one while the disk was full.
-            LaunchError: If this process has a process group or has used its GPU, and processes are to be forked.
+            LaunchError: If this process has a process group or has used its GPU, and processes are to be forked, or if
+                the port of the store of several nodes is taken.
             OSError: If the call or the result does not fit on the disk of the temporary folder, which ``TMPDIR`` names.
             BaseException: The exception that ``fn`` raised on a rank, with the worker's traceback as its cause. If
                 several ranks failed, it is the exception that caused the others, of the lowest such rank.
@@ -196,7 +199,8 @@ class Launcher:
             results = multiprocessing.get_context(method).SimpleQueue()
             call = (fn, args) if method == "fork" else None
             job = _Job(self._world_size, self._node, self._options, threads, folder, results, call)
-            _, failures = run(_work, ranks, job, method=method, folder=folder, once_started=lambda: _serve(self._node))
+            _serve_beside(self._node, method)
+            _, failures = run(_work, ranks, job, method=method, folder=folder)
             if failures:
                 error = _error_of(failures[0])
                 more = [each for each in failures[1:] if each.blame != RUNNING]  # the others only waited for this rank
@@ -395,23 +399,65 @@ def _store_of(environment: ClusterEnvironment) -> dist.Store:
         store = dist.TCPStore(*address, place.world_size, is_master=False)
         return dist.PrefixStore(job_of(environment.environ, place.world_size), store)
     if place.rank == 0:
-        return _serve(Node(range(place.world_size), address))
+        if address not in _served:
+            _served[address] = _serve(address)
+        return _served[address]
     return dist.TCPStore(*address, place.world_size, is_master=False)
 
 
 _served: dict[tuple[str, int], dist.TCPStore] = {}
-"""The stores that this process serves for other nodes. They live until it ends, since ranks may need them longer."""
+"""The stores that this process serves. They live until it ends, since other ranks may need them longer."""
+
+_servers: dict[tuple[str, int], BaseProcess] = {}
+"""The processes that serve stores for the launches of this process."""
 
 
-def _serve(node: Node) -> Any:
-    """Serve the store of all nodes, if this is the first one, and return it."""
+def _serve(address: tuple[str, int]) -> dist.TCPStore:
+    # Multi-tenant: the script itself may have made a process group on the same port.
+    return dist.TCPStore(*address, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+def _serve_beside(node: Node, method: str) -> None:
+    """Have a process serve the store of all nodes until this one ends, if this is the first node.
+
+    A thread of this process could do it. But it may hold a lock while a later launch forks, which would stay locked in
+    the worker for good.
+
+    Raises:
+        LaunchError: If it cannot be served there.
+    """
     if node.address is None or 0 not in node.ranks:
-        return None
-    if node.address not in _served:
-        # Multi-tenant: the script itself may have made a process group on the same port.
-        store = dist.TCPStore(*node.address, is_master=True, wait_for_workers=False, multi_tenant=True)
-        _served[node.address] = store
-    return _served[node.address]
+        return
+    if (server := _servers.get(node.address)) is None or not server.is_alive():
+        receiver, sender = multiprocessing.get_context(method).Pipe(duplex=False)
+        start_processes = cast("Any", torch.multiprocessing).start_processes
+        call = _be_server, (node.address, sender)
+        server = start_processes(*call, join=False, daemon=True, start_method=method).processes[0]
+        sender.close()
+        try:
+            text = receiver.recv()
+        except EOFError:
+            text = "its process has ended"
+        if text:
+            server.join()
+            #: The text comes from torch or from the system. Another program may listen on the port.
+            raise LaunchError(
+                f"The store of all nodes cannot be served at {node.address[0]}:{node.address[1]}: {text}. Set"
+                " MASTER_ADDR to an address of the node with NODE_RANK=0, and MASTER_PORT to a free port there. [J887]"
+            )
+        _servers[node.address] = server
+
+
+def _be_server(number: int, address: tuple[str, int], answer: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch.multiprocessing sends it when the parent ends
+    try:
+        _served[address] = _serve(address)
+    except dist.DistError as error:
+        answer.send(described(error))
+        return
+    answer.send("")
+    while True:
+        signal.pause()
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ def test_the_rank_that_failed_first_is_blamed(fn: Callable[[int], None], told: s
 
 
 def hangs(rank: int) -> None:
+    dist.barrier()  # or the others may still be connecting when rank 2 leaves
     if rank == 2:
         raise JoinTimeoutError("rank 1 is late")  # the rank waits for the cause before it ends
     while rank == 1:

@@ -997,6 +997,12 @@ MUTANTS = [
         "tests/join/failure/test_watch.py::test_a_rank_may_be_in_an_earlier_block",
     ),
     Mutant(
+        "joinables/trainer/launch.py",
+        "            _serve_beside(self._node, method)\n",
+        "            if self._node.address and 0 in ranks: _served[None] = _serve(self._node.address)\n",
+        "tests/joinables/trainer/test_own_strategies.py::test_two_nodes",
+    ),
+    Mutant(
         "joinables/trainer/rendezvous.py",
         "                if words.get(rank) != word:\n",
         "                if rank not in words:\n",

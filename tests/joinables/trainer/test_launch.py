@@ -12,6 +12,7 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ from joinables.processes import LaunchError, run
 from joinables.trainer import launch as module
 from joinables.trainer.launch import (
     Launcher,
+    Node,
     NotPicklable,
     Place,
     RemoteTraceback,
@@ -265,15 +267,24 @@ def test_a_fork_that_leaves_the_function_ends(how: str, code: int, capfd: pytest
     assert ("OSError: in the fork" in capfd.readouterr().err) == (how == "raises")
 
 
-def test_a_process_of_another_thread_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_another_thread_lives_on() -> None:
     other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(PATIENCE,))
-    monkeypatch.setattr(module, "_serve", lambda node: other.start())
+    other.start()
     try:
         local().launch(os.getpid)
         assert other.is_alive()
     finally:
         other.kill()
         other.join()
+
+
+def test_a_port_that_another_program_has() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        node = Node(range(1), ("127.0.0.1", other.getsockname()[1]))
+        with pytest.raises(LaunchError, match=r"cannot be served at 127\.0\.0\.1:.*EADDRINUSE.*\[J887\]$"):
+            Launcher(2, start_method="fork", node=node).launch(os.getpid)
 
 
 def test_without_the_system_call_that_waits_for_processes(monkeypatch: pytest.MonkeyPatch) -> None:

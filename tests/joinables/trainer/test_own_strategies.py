@@ -161,8 +161,9 @@ def parent(node: int, port: int, folder: Path) -> Any:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node)}
     module, home = Home(), Home()
     options: dict[str, Any] = {"devices": 2, "num_nodes": 2, "strategy": "ddp_fork", "logger": False}
-    fits = Trainer(**{**OPTIONS, **options})
+    fits, threads = Trainer(**{**OPTIONS, **options}), os.listdir("/proc/self/task")
     fits.fit(module, loader(18, 6))  # three batches for four ranks
+    assert os.listdir("/proc/self/task") == threads  # a lock that one more of them holds would stay locked in a fork
     fits.max_epochs = 3
     fits.fit(module, loader(18, 6))
     outputs = Trainer(**{**OPTIONS, **options}).predict(home, loader(18, 6))

@@ -134,7 +134,8 @@ def test_a_failure_after_the_last_step(tmp_path: Path, where: str, limit: str) -
     alone, module = Classifier(), FailsBefore()
     Trainer(devices=1).fit(alone, loader(6))
     module.where = where
-    run = Trainer(devices=2, **{limit: 1}, default_root_dir=tmp_path, strategy="ddp_fork")
+    limits: dict[str, Any] = {limit: 1}
+    run = Trainer(devices=2, **limits, default_root_dir=tmp_path, strategy="ddp_fork")
     with pytest.raises((AssertionError, WorkerDied)):
         run.fit(module, loader(6), loader(6))
     torch.testing.assert_close(trained(tmp_path), dict(alone.state_dict()))
@@ -225,7 +226,7 @@ def test_an_extra_state_that_cannot_be_sent(tmp_path: Path, kind: type[Extra]) -
 
 
 class FailsOnRank1(Classifier):
-    def on_train_end(self) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_rank == 1:
             raise KeyError
 
@@ -235,7 +236,9 @@ def test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure(
 ) -> None:
     def slow(value: Any, write: Any) -> None:
         if isinstance(value, dict) and "module" in value:
-            threading.Event().wait(3.0)  # the launch would end this rank now, if another rank could fail in a last hook
+            threading.Event().wait(
+                3.0
+            )  # the launch would end this rank now, if another rank could fail in a later hook
         save(value, write)
 
     save = launch.save
@@ -243,7 +246,7 @@ def test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure(
     monkeypatch.setattr(launch, "save", slow)
     monkeypatch.setattr(TIMEOUTS, "first", 0.0)
     with pytest.raises(KeyError):
-        Trainer(devices=2, strategy="ddp_fork", default_root_dir=tmp_path).fit(FailsOnRank1(), loader(6))
+        Trainer(devices=2, strategy="ddp_fork", default_root_dir=tmp_path).fit(FailsOnRank1(), loader(6), loader(12))
     assert trained(tmp_path)
 
 

@@ -533,7 +533,7 @@ class Position:
 # -- outputs of a prediction ------------------------------------------------------------------------------------------
 
 _PIECE = 4 * 2**20  # bytes
-_trim: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", int)  # of glibc, which keeps what is freed
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)  # glibc keeps freed memory below memory in use
 
 
 def gather_on_first(collective: Collective, outputs: list[Any]) -> list[list[Any]]:

@@ -7,7 +7,6 @@ data set. No sample is repeated or dropped to make ranks even: ``Join`` takes ca
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import warnings
 import zlib
@@ -533,15 +532,14 @@ class Position:
 # -- outputs of a prediction ------------------------------------------------------------------------------------------
 
 _PIECE = 4 * 2**20  # bytes
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)  # glibc keeps freed memory below memory in use
 
 
 def gather_on_first(collective: Collective, outputs: list[Any]) -> list[list[Any]]:
     """Return the outputs of each rank on rank 0, and an empty list for each rank on the others.
 
-    The other ranks send pieces of about 4 MiB in turn, the last outputs first, and return the memory of each piece to
-    the system before the next. So all ranks together hold little more than all outputs once. One broadcast of an object
-    for each piece, and an empty one at the end of each rank.
+    The other ranks send pieces of about 4 MiB in turn, and free each piece before the next. So memory holds little
+    more than all outputs once. The last outputs are sent first, since freed memory at the end of the heap returns to
+    the system. One broadcast of an object for each piece, and an empty one at the end of each rank.
     """
     gathered = [outputs if collective.rank == 0 else []]
     most = max(1, _PIECE // len(pickle.dumps(outputs[-1]))) if outputs else 1
@@ -552,7 +550,5 @@ def gather_on_first(collective: Collective, outputs: list[Any]) -> list[list[Any
             [outputs.pop() for _ in range(min(most, len(outputs)))] if is_source else None, source
         ):
             gathered[-1] += piece if collective.rank == 0 else ()
-            if is_source:
-                _trim(0)
         gathered[-1].reverse()
     return gathered

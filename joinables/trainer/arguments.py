@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -51,6 +51,13 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
         if not is_of_type or (least is not None and not value >= least):
             error = ValueError if is_of_type else TypeError
             raise error(f"{name}={value!r} has a wrong type or is out of range. Pass {kind}. [J741]")
+
+
+def listed(argument: Any) -> list[Any]:
+    """Return the objects of an argument, which may be one, several, or ``None`` or ``False`` for none."""
+    if isinstance(argument, (list, tuple)):
+        return list(cast("Sequence[Any]", argument))
+    return [] if argument is None or argument is False else [argument]
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:

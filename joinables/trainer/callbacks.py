@@ -6,7 +6,6 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +13,7 @@ from typing_extensions import override
 
 from joinables.trainer.arguments import check_choice, check_kinds
 from joinables.trainer.checkpoint import FileCheckpointIO
+from joinables.trainer.files import free_path
 from joinables.trainer.metrics import monitored
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.trainer import Trainer
@@ -89,12 +89,8 @@ class ModelCheckpoint(Callback):
         """Return the kept files, the best first and scores of NaN last; without ``monitor``, the latest first."""
         if self._monitor is None:
             return list(reversed(self._kept))
-
-        def order(path: str) -> tuple[bool, float]:
-            score = self._kept[path] if self._mode == "min" else -self._kept[path]
-            return math.isnan(score), score
-
-        return sorted(self._kept, key=order)
+        sign = 1 if self._mode == "min" else -1
+        return sorted(self._kept, key=lambda path: (math.isnan(self._kept[path]), sign * self._kept[path]))
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Forget files that an earlier fit or another process has removed, and find files of other fits."""
@@ -167,8 +163,7 @@ class ModelCheckpoint(Callback):
         name = f"epoch={trainer.current_epoch}-step={trainer.global_step}"
         keepers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
         taken = self._foreign | {path for keeper in keepers for path in (*keeper._kept, keeper.last_model_path)}
-        paths = (str(folder / f"{name}{f'-v{version}' if version else ''}.ckpt") for version in count())
-        return next(path for path in paths if path not in taken)
+        return free_path(folder, name, lambda path: str(path) in taken)
 
     @override
     def state_dict(self) -> dict[str, Any]:

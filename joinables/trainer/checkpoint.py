@@ -14,14 +14,13 @@ import os
 import stat
 import zipfile
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from join.errors import described
-from joinables.trainer.files import replacing, save
+from joinables.trainer.files import free_path, replacing, save
 
 _SEAL = b"\nsha256 "
 _SIZE = len(_SEAL) + 2 * hashlib.sha256().digest_size
@@ -161,9 +160,7 @@ class FileCheckpointIO:
 
 def keep_trained(folder: Path, state: Mapping[str, Any]) -> str:
     """Write the weights of a snapshot, and return a sentence with their path, or with the reason why there is none."""
-    name = f"trained-epoch={state['epochs']}-step={state['global_step']}"
-    paths = (folder / f"{name}{f'-v{version}' if version else ''}.ckpt" for version in count())
-    path = str(next(path for path in paths if not path.exists()))
+    path = free_path(folder, f"trained-epoch={state['epochs']}-step={state['global_step']}")
     # get_extra_state may have returned objects that cannot be written, or not be read again.
     tensors = {name: value.detach() for name, value in state["module"].items() if isinstance(value, torch.Tensor)}
     try:

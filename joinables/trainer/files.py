@@ -15,6 +15,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
@@ -59,6 +60,12 @@ def replacing(path: Path, mode: int = 0o666, *, survives: bool = False) -> Gener
             folder = os.open(path.parent, os.O_RDONLY)
             stack.callback(os.close, folder)
             os.fsync(folder)
+
+
+def free_path(folder: Path, name: str, is_taken: Callable[[Path], bool] = Path.exists) -> str:
+    """Return the path of a checkpoint called ``name``, with ``-v1`` or so if that one is taken."""
+    paths = (folder / f"{name}{f'-v{version}' if version else ''}.ckpt" for version in count())
+    return str(next(path for path in paths if not is_taken(path)))
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:

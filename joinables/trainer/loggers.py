@@ -1,4 +1,4 @@
-"""Loggers: :class:`CSVLogger`, and the callback :class:`Logs` that calls the loggers of a run.
+"""Loggers: :class:`CSVLogger`, and the callback :class:`Reports` that calls the loggers of a run.
 
 A logger is any object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. Lightning's loggers are such
 objects. Rank 0 calls them. A log never ends a fit: a logger that raises is not called again, after a warning.
@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 
 from join.errors import described
+from joinables.trainer.arguments import listed
 from joinables.trainer.files import replacing
 from joinables.trainer.module import Callback, TrainModule
 from joinables.trainer.output import screen
@@ -93,9 +94,7 @@ def loggers_of(argument: Any) -> list[Any]:
     Raises:
         TypeError: If an object is not a logger.
     """
-    is_several = isinstance(argument, (list, tuple))
-    loggers = list(cast("Sequence[Any]", argument)) if is_several else [argument] * (argument not in (None, False))
-    for each in loggers:
+    for each in (loggers := listed(argument)):
         if not (callable(getattr(each, "log_metrics", None)) and callable(getattr(each, "log_hyperparams", None))):
             raise TypeError(
                 f"logger={each!r} has no methods log_metrics(metrics, step) and log_hyperparams(params). Pass"
@@ -104,20 +103,33 @@ def loggers_of(argument: Any) -> list[Any]:
     return loggers
 
 
-class Logs(Callback):
-    """Callback that passes metrics to loggers on rank 0, after epochs and evaluations.
+def is_watched() -> bool:
+    """Return whether a person may look at stderr: it is a terminal, or this is a notebook."""
+    return hasattr(builtins, "__IPYTHON__") or (cast("Any", sys.stderr) is not None and sys.stderr.isatty())
+
+
+_PAUSE = 0.2  # seconds between two pictures; each waits for the device, since it shows the loss
+
+
+class Reports(Callback):
+    """Callback that shows metrics on the screen, and passes them to loggers, on rank 0.
+
+    The screen has a line for each epoch and each evaluation. While batches run, the line has their number, the loss of
+    this rank, and the number of ranks with data, and is written again in place. At the end, it has the metrics.
 
     Args:
         loggers: The loggers.
+        shows: Whether a person looks at the screen.
     """
 
-    def __init__(self, loggers: Sequence[Any]) -> None:
-        self.loggers = loggers
+    def __init__(self, loggers: Sequence[Any], shows: bool) -> None:
+        self._loggers, self._shows = loggers, shows
         self._open = list[Any]()  # the loggers of this run on rank 0 that have not raised
+        self._width, self._next_picture = 0, 0.0  # of the line on the screen that will be written again
 
     def setup(self, trainer: Any, module: TrainModule, stage: str) -> None:
         """Log the hyperparameters."""
-        self._open = list(self.loggers) if trainer.global_rank == 0 and stage != "predict" else []
+        self._open = list(self._loggers) if trainer.global_rank == 0 and stage != "predict" else []
         if isinstance(params := getattr(module, "hparams", None), Mapping):
             self._each(lambda logger: logger.log_hyperparams(cast("Any", params)))
 
@@ -139,68 +151,14 @@ class Logs(Callback):
         step, epoch = trainer.global_step, trainer.epochs
         self._each(lambda each: each.begin(step, epoch) if isinstance(each, CSVLogger) else None)
 
-    def on_train_epoch_end(self, trainer: Any, module: TrainModule) -> None:
-        """Log the metrics of the epoch."""
-        # The counters of a log have these names.
-        names = {"epoch": "epoch_logged", "step": "step_logged"}
-        row = {names.get(name, name): value for name, value in trainer.run.latest.items()}
-
-        def write(each: Any) -> None:
-            each.log_metrics({**row, "epoch": trainer.epochs}, trainer.global_step)
-            if hasattr(each, "save"):  # Lightning's loggers keep rows until then
-                each.save()
-
-        if row:
-            self._each(write)
-        trainer.run.latest.clear()
-
-    on_train_end = on_train_epoch_end  # with values of hooks, or of an epoch that max_steps has ended
-
-    def on_validation_epoch_end(self, trainer: Any, module: TrainModule) -> None:
-        """Log the metrics of an evaluation by itself."""
-        if trainer.run.task.stage != "fit":
-            self.on_train_epoch_end(trainer, module)
-
-    on_test_epoch_end = on_validation_epoch_end
-
-    def teardown(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        """Tell loggers that the run has ended."""
-        status = "failed" if sys.exc_info()[0] else "success"
-
-        self._each(lambda each: each.finalize(status) if hasattr(each, "finalize") else None)
-        self._open = []
-
-
-# -- progress ----------------------------------------------------------------------------------------------------------
-
-_PAUSE = 0.2  # seconds between two pictures; each waits for the device, since it shows the loss
-
-
-def is_watched() -> bool:
-    """Return whether a person may look at stderr: it is a terminal, or this is a notebook."""
-    return hasattr(builtins, "__IPYTHON__") or (cast("Any", sys.stderr) is not None and sys.stderr.isatty())
-
-
-class ProgressBar(Callback):
-    """Callback that shows a line for each epoch and each evaluation on rank 0.
-
-    While batches run, the line has their number, the loss of this rank, and the number of ranks with data, and is
-    written again in place. At the end, it has the metrics, and stays.
-    """
-
-    def __init__(self) -> None:
-        self._width = 0  # of the line on the screen that will be written again
-        self._next_picture = 0.0
-
     def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Show the number of batches, at most a few times a second."""
-        lengths, done = trainer.run.plan.lengths, batch_idx + 1
-        if trainer.global_rank != 0 or (done != lengths[0] and time.monotonic() < self._next_picture):
+        lengths, done, now = trainer.run.plan.lengths, batch_idx + 1, time.monotonic()
+        if not self._shows or trainer.global_rank != 0 or (done != lengths[0] and now < self._next_picture):
             return
-        self._next_picture = time.monotonic() + _PAUSE
-        parts = [
-            f"Epoch {trainer.current_epoch + 1}: {done} of {lengths[0] if None in lengths else max(lengths)} batches"
-        ]
+        self._next_picture = now + _PAUSE
+        count = lengths[0] if None in lengths else max(lengths)
+        parts = [f"Epoch {trainer.current_epoch + 1}: {done} of {count} batches"]
         loss: Any = cast("dict[str, Any]", outputs).get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             parts += [f"loss={loss.item():.4g}"]
@@ -212,25 +170,43 @@ class ProgressBar(Callback):
         self._write(", ".join(parts)[: columns - 1], "")
 
     def on_train_epoch_end(self, trainer: Any, module: TrainModule) -> None:
-        """Show the metrics of the epoch."""
-        self._end(trainer, f"Epoch {trainer.current_epoch + 1}")
+        """Report the metrics of the epoch."""
+        self._report(trainer, f"Epoch {trainer.current_epoch + 1}")
+
+    def on_train_end(self, trainer: Any, module: TrainModule) -> None:
+        """Log metrics of the last hooks, or of an epoch that ``max_steps`` has ended."""
+        self._report(trainer, "")
 
     def on_validation_epoch_end(self, trainer: Any, module: TrainModule) -> None:
-        """Show the metrics of an evaluation by itself."""
-        if trainer.run.task.stage != "fit":  # the line of the epoch has the metrics of its validation
-            self._end(trainer, trainer.run.task.stage)
+        """Report the metrics of an evaluation by itself."""
+        if (stage := trainer.run.task.stage) != "fit":  # the report of the epoch has the metrics of its validation
+            self._report(trainer, stage)
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def teardown(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        """End the line of an epoch that did not end."""
+        """Tell loggers that the run has ended, and end the line of an epoch that did not end."""
+        status = "failed" if sys.exc_info()[0] else "success"
+        self._each(lambda each: each.finalize(status) if hasattr(each, "finalize") else None)
+        self._open = []
         if self._width:  # the run has raised, or max_steps has ended it within an epoch
             self._write("", "\n")
 
-    def _end(self, trainer: Any, title: str) -> None:
-        if trainer.global_rank == 0:
-            metrics = ", ".join(f"{name}={value:.4g}" for name, value in trainer.run.latest.items())
-            self._write(f"{title}: {metrics}", "\n")
+    def _report(self, trainer: Any, title: str) -> None:
+        latest, names = trainer.run.latest, {"epoch": "epoch_logged", "step": "step_logged"}
+        if title and self._shows and trainer.global_rank == 0:
+            self._write(f"{title}: {', '.join(f'{name}={value:.4g}' for name, value in latest.items())}", "\n")
+        # The counters of a log are called epoch and step.
+        row = {names.get(name, name): value for name, value in latest.items()}
+
+        def write(each: Any) -> None:
+            each.log_metrics({**row, "epoch": trainer.epochs}, trainer.global_step)
+            if hasattr(each, "save"):  # Lightning's loggers keep rows until then
+                each.save()
+
+        if row:
+            self._each(write)
+        latest.clear()
 
     def _write(self, text: str, end: str) -> None:
         print("\r" * bool(self._width) + text.ljust(self._width), end=end, file=screen(), flush=True)

@@ -28,16 +28,14 @@ The annotation of ``trainer`` is ``Any``, since the file that defines ``Trainer`
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives._torch_private import pytree
+from join.collectives._torch_private import Writes, pytree, writes_to
 from joinables.trainer.arguments import REST, lacking
 from joinables.trainer.metrics import Reduction
 
@@ -228,43 +226,6 @@ class TrainModule(torch.nn.Module):
         """
         self.trainer.run.log(name, value, batch_size, reduce_fx)
 
-    def all_gather(self, tensor: torch.Tensor | float) -> torch.Tensor:
-        """Return the tensors of all ranks, without grad.
-
-        All ranks call it: in hooks of a run or an epoch, and in ``configure_optimizers``. In training steps, and hooks
-        of a training batch, it is an error if ranks may have different numbers of batches in the epoch. In other
-        batches, ``prepare_data`` and ``on_save_checkpoint`` it is an error if there is more than one rank.
-
-        Args:
-            tensor: A tensor of the same shape and dtype on all ranks, or a number.
-
-        Returns:
-            A tensor of shape ``(ranks, *tensor.shape)``, in rank order. With a single process, ``ranks`` is 1.
-
-        Raises:
-            RuntimeError: If other ranks may not call it. Nothing is sent.
-            ValueError: On all ranks, if their shapes, dtypes or types of devices differ.
-        """
-        return self.trainer.run.together("all_gather").all_gather(tensor)
-
-    def reduce(
-        self, tensor: torch.Tensor | float, op: Reduction = "mean", group: dist.ProcessGroup | None = None
-    ) -> Any:
-        """Return the reduction of a tensor or number over all ranks, without grad; ``tensor`` itself stays as it is.
-
-        All ranks have the same weight, whatever their numbers of samples. :meth:`log` weighs values by samples.
-
-        Args:
-            tensor: A tensor of the same shape and dtype on all ranks, or a number. For the places where you can call
-                this, and for the errors, see :meth:`all_gather`.
-            op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Means of integers have torch's default dtype.
-            group: The ranks, which all call this; by default all ranks of the run.
-
-        Returns:
-            A tensor of the shape of ``tensor``, or a number if ``tensor`` is one.
-        """
-        return self.trainer.run.together("reduce").reduce(tensor, group, op)
-
     def optimizers(self) -> Any:
         """Return the optimizer of the run, or a list if it has several."""
         return _one_or_all(self.trainer.run.optimizers)
@@ -398,32 +359,36 @@ def check_module(module: Any, stage: str) -> None:
         kind = type(module).__name__
         raise TypeError(f"module is of type {kind}. Derive its class from joinables.trainer.TrainModule. [J181]")
     for name in _NEEDED[stage]:
-        if getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module):
+        if not overrides(module, name):
             raise TypeError(f"{type(module).__name__} has no {name}, which {stage} calls. Define that method. [J182]")
     refuse_hooks(module)
 
 
-def warn_of_own_state(objects: Sequence[TrainModule | Callback]) -> None:
-    """Warn of modules that hooks of batches may change, and that a rank out of data does not receive afterwards."""
-    own = vars(torch.nn.Module())
+def overrides(hooked: TrainModule | Callback, name: str) -> bool:
+    """Return whether a module or a callback has a method of its own with this name."""
+    base = TrainModule if isinstance(hooked, TrainModule) else Callback
+    return name in vars(hooked) or getattr(type(hooked), name, None) is not getattr(base, name, None)
+
+
+def own_tensors(objects: Sequence[TrainModule | Callback], before: Mapping[str, Writes] | None) -> dict[str, Writes]:
+    """Return the writes to tensors that hooks of batches may change, and that a rank out of data does not receive.
+
+    The keys are the names of attributes, which hold modules, or tensors that ``before`` has, too, in any containers.
+    """
+    own, writes = vars(torch.nn.Module()), dict[str, Writes]()
     for each in objects:
-        base: Any = TrainModule if isinstance(each, TrainModule) else Callback
-        hooks = "on_train_batch_start", "on_train_batch_end"
-        changes = any(getattr(type(each), hook, None) is not getattr(base, hook, None) for hook in hooks)
-        if not changes or (base is Callback and type(each).state_dict is not Callback.state_dict):
+        changes = overrides(each, "on_train_batch_start") or overrides(each, "on_train_batch_end")
+        if not changes or (isinstance(each, Callback) and overrides(each, "state_dict")):
             continue
-        held = [
-            name
-            for name, value in vars(each).items()
-            if name not in own and any(isinstance(leaf, torch.nn.Module) for leaf in pytree.tree_leaves(value))
-        ]
-        if held:
-            warnings.warn(
-                f"Ranks with fewer batches have called hooks of {type(each).__name__} less often, so"
-                f" {', '.join(held)} may differ between ranks. Make them parts of the module, or"
-                " return them from state_dict of the callback, which a rank out of data then loads.",
-                stacklevel=2,
-            )
+        for name in vars(each).keys() - own:
+            leaves: list[Any] = pytree.tree_leaves(vars(each)[name])
+            modules = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
+            parts = [*leaves, *(part for module in modules for part in (*module.parameters(), *module.buffers()))]
+            tensors = (part for part in parts if isinstance(part, torch.Tensor))
+            key = f"{type(each).__name__}.{name}"
+            if modules or before is None or before.get(key):  # otherwise it has been made of the last batch
+                writes[key] = writes_to(tensors)
+    return writes
 
 
 def refuse_hooks(hooked: object) -> None:

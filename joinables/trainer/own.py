@@ -14,7 +14,7 @@ gradients, with the sums of the weights and the numbers of ranks that have a gra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -129,9 +129,7 @@ class CollectiveStrategy(Strategy):
 
     @override
     @contextlib.contextmanager
-    def block(
-        self, listed: Sequence[Any], *, enable: bool, transform_gradients: Callable[[], object]
-    ) -> Generator[None]:
+    def block(self, listed: Sequence[Any], *, enable: bool) -> Generator[None]:
         assert self._gradients is not None
         enable = enable or self.timeout is not None
         with Join([self._gradients, *listed, self], enable, timeout=self.timeout) as join:

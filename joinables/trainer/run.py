@@ -12,7 +12,6 @@ The order of collectives, on every rank::
                    with sync_batchnorm and unknown lengths, a vote before each batch: does every rank have another one?
                one object all-gather each: the metrics of the epoch, of its validation, of each hook at its end
                checkpoints at its end: see joinables.trainer.checkpoint
-    a hook     all_gather or reduce of the module, if called: one object all-gather, and an all-gather or all-reduce
 
 Within a block, a rank that accumulates k batches runs one synchronised backward for every k batches, and one for the
 remainder at its end. So the n-th synchronised backward of one rank meets the n-th of every other rank.
@@ -73,10 +72,9 @@ from joinables.trainer.data import (
     sampler_of,
     share,
 )
-from joinables.trainer.launch import Place, read
+from joinables.trainer.launch import Place
 from joinables.trainer.metrics import MetricStore, Reduction, monitored
-from joinables.trainer.module import TrainModule, warn_of_own_state
-from joinables.trainer.strategy import Strategy
+from joinables.trainer.module import TrainModule, overrides, own_tensors
 
 logger = logging.getLogger("joinables")
 
@@ -135,9 +133,6 @@ class Run:
     The trainer and the module are the objects of this process, which may be copies of the user's.
     """
 
-    apart: str = ""
-    """Current place, if other ranks may not reach it, so that a call which waits for them is refused."""
-
     def __init__(self, trainer: Any, module: TrainModule, task: Task, place: Place) -> None:
         self.trainer, self.module, self.task, self.place = trainer, module, task, place
         self.device = trainer.strategy.device(trainer.accelerator, place)
@@ -157,13 +152,14 @@ class Run:
         """The number of samples that weigh 1 in gradients; ``None`` if all batches weigh the same."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
+        self.snapshot: dict[str, Any] | None = None
+        """The snapshot at the end of a fit, on rank 0."""
 
     def set_up(self) -> None:
         """Call the hooks that come before the stage, which may add parts to the module."""
         self.module.to(self.device)
         if self.place.local_rank == 0:
-            with replaced(self, "apart", "prepare_data"):
-                self.module.prepare_data()
+            self.module.prepare_data()
         self.trainer.strategy.meet("has prepared its data")
         self.call("setup", self.task.stage)
         self.module.to(self.device)
@@ -203,8 +199,7 @@ class Run:
             "schedulers": [stepped.scheduler.state_dict() for stepped in self.schedulers],
             "ranks": parts,
         }
-        with replaced(self, "apart", "on_save_checkpoint"):
-            self.call("on_save_checkpoint", state)
+        self.call("on_save_checkpoint", state)
         return state
 
     def load(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,19 +209,6 @@ class Run:
         if "module" in loaded:  # the last fit of the trainer kept the weights in the module
             self.module.load_state_dict(loaded["module"])
         return loaded
-
-    def changed_weights(self) -> dict[str, Any] | None:
-        """Return the weights that the process which started the run lacks: those that changed since the snapshot."""
-        if self.task.stage != "fit":
-            return None if self.task.saved is None else self.module.state_dict()
-        path, weights = self.task.folder / "snapshot", self.module.state_dict()
-        before: dict[str, Any] = read(path)["module"] if path.exists() else {}
-
-        def is_known(name: str, value: Any) -> bool:
-            known, is_tensor = before.get(name), isinstance(value, torch.Tensor)
-            return is_tensor and isinstance(known, torch.Tensor) and torch.equal(known, value.cpu())
-
-        return {name: value for name, value in weights.items() if not is_known(name, value)}
 
     def hooks(self, name: str) -> list[Callable[..., Any]]:
         """Return a hook of the module, and the same hook of all callbacks, in their order."""
@@ -258,20 +240,6 @@ class Run:
                 " another hook. [J272]"
             )
         self.store.record(name, value, self.samples if samples is None else samples, reduce_fx)
-
-    def together(self, call: str) -> Strategy:
-        """Return the strategy for a call that all ranks make.
-
-        Raises:
-            RuntimeError: If other ranks may not make the call. Nothing is sent.
-        """
-        if self.apart and self.collective.world_size > 1:
-            raise RuntimeError(
-                f"self.{call} was called in {self.apart}, where it could wait forever for ranks that do not call it."
-                " Call it in a hook that all ranks run, such as on_train_epoch_end or on_validation_epoch_end, or pass"
-                " the value to self.log. Training steps may call it if all ranks have equally many batches. [J703]"
-            )
-        return self.trainer.strategy
 
     def reduce_metrics(self) -> dict[str, float]:
         """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""
@@ -305,12 +273,11 @@ class Run:
         with keeping_modes(module), torch.no_grad(), replaced(self, "store", MetricStore()):
             module.eval()
             samples = SampleCounter(module, local)
-            with replaced(self, "apart", f"a batch of {name}"):
-                for index, batch in enumerate(rng.iterate(local)):
-                    batch = self.take(batch, samples(batch, index))
-                    output = getattr(module, f"{name}_step")(batch, index)
-                    if stage == "predict":
-                        outputs.append(map_tensors(_on_cpu, output))
+            for index, batch in enumerate(rng.iterate(local)):
+                batch = self.take(batch, samples(batch, index))
+                output = getattr(module, f"{name}_step")(batch, index)
+                if stage == "predict":
+                    outputs.append(map_tensors(_on_cpu, output))
             metrics = self.call_and_reduce(f"on_{name}_epoch_end")
             parts = gather_on_first(self.collective, outputs)
         if stage != "predict":
@@ -327,6 +294,7 @@ class Fit(Run):
         super().__init__(trainer, module, task, place)
         self._loader = self._val_loader = None
         self._hooks: list[Any] = []
+        self._kept_at = -1  # the step whose weights are kept for the case that a later hook fails
         self._accumulated = 1
         """The number of batches in one optimizer step of this epoch."""
         self._window_samples = 0
@@ -364,10 +332,9 @@ class Fit(Run):
                 " return a different optimizer from configure_optimizers. [J249]"
             )
         self.optimizers = self.trainer.strategy.shard(optimizers)
-        if not module.automatic_optimization:
-            for optimizer in self.optimizers:
-                self._hooks.append(optimizer.register_step_pre_hook(self._prepare_step))
-                self._hooks.append(optimizer.register_step_post_hook(self._count_step))
+        for optimizer in self.optimizers:  # a rank without data steps its shard of a sharded one, with the same hooks
+            self._hooks.append(optimizer.register_step_pre_hook(self._prepare_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._count_step))
         if trainer.seed is not None:
             rng.seed_all(trainer.seed + self.collective.rank)
         elif self.collective.rank:  # rank 0 continues with the state of the process that called, and others must differ
@@ -439,13 +406,13 @@ class Fit(Run):
         self._set_modes()
         self.call("on_train_start")
         self._agree_to_stop()
-        if (trainer.should_stop or not self._is_within_limits) and self.collective.rank == 0:
+        if (trainer.should_stop or not self._is_within_limits(trainer.epochs)) and self.collective.rank == 0:
             text = (
                 "This fit trains nothing: %d epochs and %d steps reach max_epochs=%s or max_steps=%s, or a callback"
                 " stops it, such as EarlyStopping. Raise these limits, or its patience."
             )
             logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
-        while self._is_within_limits and not trainer.should_stop:
+        while self._is_within_limits(trainer.epochs) and not trainer.should_stop:
             steps, is_resumed = trainer.global_step, self.position.resume_from is not None
             self._epoch()
             if trainer.global_step == steps and not is_resumed:
@@ -454,28 +421,30 @@ class Fit(Run):
                     warnings.warn(text, stacklevel=2)
                 if trainer.max_epochs is None:
                     break  # the fit would never reach max_steps
-        self._keep_trained()
+        self._keep_trained(trainer.epochs)
+        self.position.redo_from_here()
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
         with replaced(self, "store", MetricStore()):
             self.call_and_reduce("on_train_end")
+        self.snapshot = self.snapshots.take()
 
-    def _keep_trained(self) -> None:
-        """Put the trained weights where no failure of the user's last hooks can reach them."""
-        trainer, state = self.trainer, None
+    def _keep_trained(self, epochs: int) -> None:
+        """Put the trained weights where no failure of a later hook can reach them, once after the last step."""
+        trainer, module = self.trainer, self.module
+        if self._kept_at == trainer.global_step:
+            return
+        self._kept_at = trainer.global_step
+        counts = {"epochs": epochs, "global_step": trainer.global_step}
         try:
-            # On the CPU, since the trainer keeps the snapshot until the next fit.
-            state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, self.snapshots.take())
-            if state is not None:
-                trainer.hand_over(state)
-        except Exception as error:  # of a hook or a state of the user's, or since the disk is full
             if self.collective.rank == 0:
-                tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
-                state = {"epochs": trainer.epochs, "global_step": trainer.global_step, "module": tensors}
-                kept = keep_trained(trainer.default_root_dir, state)
-                add_note(error, kept := f"The module was trained. {kept}")
-                logger.error(kept)
+                trainer.keep({**counts, "module": module.state_dict()})
+        except Exception as error:  # of the user's get_extra_state, or since the disk is full
+            tensors = dict([*module.named_parameters(), *module.named_buffers()])
+            kept = keep_trained(trainer.default_root_dir, {**counts, "module": tensors})
+            add_note(error, kept := f"The module was trained. {kept}")
+            logger.error(kept)
             raise
-        trainer.strategy.meet("has kept the trained weights")  # only then can a rank fail in a last hook
+        trainer.strategy.meet("has kept the trained weights")  # only then can a rank fail in a later hook
 
     def end(self) -> None:
         """Remove the hooks on the user's optimizers, free the gradients, and release persistent data workers."""
@@ -484,11 +453,10 @@ class Fit(Run):
         self._loader = self._val_loader = None
         self.module.zero_grad(set_to_none=True)
 
-    @property
-    def _is_within_limits(self) -> bool:
-        """Whether the fit has not reached its number of epochs or steps, which a hook may change."""
+    def _is_within_limits(self, epochs: int) -> bool:
+        """Return whether the fit has not reached its limits after this number of epochs; a hook may change them."""
         trainer = self.trainer
-        limits = (trainer.epochs, trainer.max_epochs), (trainer.global_step, trainer.max_steps)
+        limits = (epochs, trainer.max_epochs), (trainer.global_step, trainer.max_steps)
         return all(limit is None or count < limit for count, limit in limits)
 
     def _wrap(self) -> None:
@@ -520,6 +488,8 @@ class Fit(Run):
         if not finished:
             return  # a later fit resumes in the middle of this epoch
         self.position.redo_from_here()
+        if not self._is_within_limits(trainer.epochs + 1):
+            self._keep_trained(trainer.epochs + 1)
         if self._val_loader is not None:
             validated = self.evaluate(self._val_loader, "validate")
             if (both := trained.keys() & validated) and self.collective.rank == 0:
@@ -550,17 +520,26 @@ class Fit(Run):
         is_weighted = self._accumulated > 1 or not plan.equal_batches or counts_samples(self.module)
         self.weight_unit = plan.batch_size if is_weighted else None
         listed = [*self.optimizers, *(stepped.scheduler for stepped in self.schedulers), self.trainer]
-        enable = not plan.even or is_weighted
-        block = self.trainer.strategy.block(listed, enable=enable, transform_gradients=self._prepare_gradients)
-        apart = "" if plan.even or vote else "an epoch in which ranks may have different numbers of batches"
+        hooked = [self.module, *self.trainer.callbacks]
+        may_end = any(overrides(each, "on_train_batch_start") for each in hooked)  # on this rank alone
+        enable = not plan.even or is_weighted or may_end
+        block = self.trainer.strategy.block(listed, enable=enable)
         batches = self.position.batches(self._loader, self._while_all_have_one if vote else None)
-        if self.trainer.epochs == 0:
+        is_first = self.trainer.epochs == 0
+        before = own_tensors(hooked, None) if is_first else {}
+        if is_first:
             batches = compare_first(self.collective, self._loader, batches)
-        with replaced(self, "apart", apart), block:
+        with block:
             finished = self._train_batches(batches)
             self.samples = 0  # values that this rank logs while it shadows others weigh nothing
-        if are_known and not plan.even and self.trainer.epochs == 0:
-            warn_of_own_state([self.module, *self.trainer.callbacks])
+        after = own_tensors(hooked, before) if is_first and not self.trainer.strategy.report.even else before
+        if changed := sorted(name for name in after if after[name] != before.get(name)):
+            warnings.warn(
+                f"Ranks with fewer batches have called hooks of batches less often, so {', '.join(changed)} may differ"
+                " between ranks. Make them parts of the module, or return them from state_dict of the callback, which"
+                " a rank out of data then loads.",
+                stacklevel=2,
+            )
         return finished
 
     def _train_batches(self, batches: Iterator[tuple[int, Any, bool]]) -> bool:
@@ -579,7 +558,7 @@ class Fit(Run):
                 outputs = module.training_step(batch, index)
             self.position.advance()
             self.call("on_train_batch_end", outputs, batch, index)
-            if not self._is_within_limits:
+            if not self._is_within_limits(self.trainer.epochs):
                 return is_last
         return True
 
@@ -619,9 +598,7 @@ class Fit(Run):
         self.backward(loss, sync=sync)
         if sync:
             with replaced(self, "samples", self._window_samples):  # values logged there are of the whole step
-                self._prepare_gradients()
-            optimizer.step()
-            self.trainer.global_step += 1
+                optimizer.step()
             self._schedule("step")
         return cast("Any", outputs)
 
@@ -633,13 +610,6 @@ class Fit(Run):
                 stepped.scheduler.step(
                     *([monitored(self.trainer.callback_metrics, stepped.monitor)] if is_plateau else [])
                 )
-
-    def _prepare_gradients(self) -> None:
-        """Call the user's hook; under manual optimization, torch does, as a step begins."""
-        if self.module.automatic_optimization:
-            self.call("on_before_optimizer_step", self.optimizers[0])
-
-    # Under manual optimization, torch calls these before and after each step of an optimizer.
 
     def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.call("on_before_optimizer_step", optimizer)

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -171,15 +171,12 @@ class Strategy:
         """Return the optimizers for the run: ``optimizers`` themselves, or sharded ones that replace them."""
         return [sharded(optimizer) for optimizer in optimizers] if self.shards_optimizers else list(optimizers)
 
-    def block(
-        self, listed: Sequence[Any], *, enable: bool, transform_gradients: Callable[[], object]
-    ) -> AbstractContextManager[object]:
+    def block(self, listed: Sequence[Any], *, enable: bool) -> AbstractContextManager[object]:
         """Return the context of one epoch, which ranks may leave at different times.
 
         Args:
             listed: The objects to synchronise besides the module: optimizers, schedulers, all that ``Join`` accepts.
             enable: Whether ranks may have different numbers of batches, or batches with different weights.
-            transform_gradients: The changes that the loop makes to gradients between backward and step.
         """
         self.report = JoinReport()
         return contextlib.nullcontext()
@@ -208,7 +205,8 @@ class Strategy:
                     parameter.grad.div_(self._window)
             self._window = 0.0
 
-    # Wrappers of collectives, which all ranks call together. They are Lightning's.
+    # Wrappers of collectives, which all ranks call at the same point of a run, with the same arguments. They are
+    # Lightning's. If some ranks of the run call nothing or something else, all raise a ProtocolError.
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -226,8 +224,8 @@ class Strategy:
         return self.collective.reduce_boolean_decision(decision, all=all)
 
     def all_gather(self, tensor: torch.Tensor | float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """Return the tensors of all ranks, stacked; as ``TrainModule.all_gather``, but in any place."""
-        own, collective = self._agreed("all_gather", tensor, group)
+        """Return the tensors of all ranks, without grad, as a tensor of shape ``(ranks, *tensor.shape)``."""
+        own, collective = self._own("gathers", tensor, group)
         stacked = own.new_empty((collective.world_size, *own.shape))
         collective.finish(collective.all_gather(own, stacked.unbind()), on_cpu=own.is_cpu)
         return stacked
@@ -235,40 +233,32 @@ class Strategy:
     def reduce(
         self, tensor: torch.Tensor | float, group: dist.ProcessGroup | None = None, reduce_op: Reduction = "mean"
     ) -> Any:
-        """Return the reduction over all ranks; as ``TrainModule.reduce``, but in any place."""
-        if reduce_op not in (known := get_args(Reduction)):
-            raise ValueError(
-                f"reduce got {reduce_op!r}, which is unknown. Pass one of {', '.join(map(repr, known))}. [J705]"
-            )
-        own, collective = self._agreed(f"reduce with {reduce_op!r}", tensor, group)
+        """Return the reduction over all ranks, without grad; ``tensor`` itself stays as it is.
+
+        All ranks have the same weight, whatever their numbers of samples. ``TrainModule.log`` weighs values by samples.
+
+        Args:
+            tensor: A tensor of the same shape and dtype on all ranks, or a number.
+            group: The ranks, which all call this; by default all ranks of the run.
+            reduce_op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Means of integers have torch's default dtype.
+
+        Returns:
+            A tensor of the shape of ``tensor``, or a number if ``tensor`` is one.
+        """
+        own, collective = self._own(f"reduces by {reduce_op!r}", tensor, group)
         total = own.clone(memory_format=torch.contiguous_format)
         work = collective.all_reduce(total, "sum" if reduce_op == "mean" else reduce_op)
         collective.finish(work, on_cpu=total.is_cpu)
         total = total / collective.world_size if reduce_op == "mean" else total
         return total if isinstance(tensor, torch.Tensor) else total.item()
 
-    def _agreed(self, call: str, value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Collective]:
-        """Return ``value`` as a tensor, and the ranks, if all make the call with the same kind of tensor.
-
-        One object all-gather.
-
-        Raises:
-            ValueError: On all ranks, if their calls differ.
-        """
-        if group is None:
-            self.meet("calls all_gather or reduce")
-        collective = self.collective if group is None else collective_of(group)
+    def _own(self, call: str, value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Collective]:
+        """Return ``value`` as a tensor, and the ranks, once all ranks of a run make the call with the same shape."""
         tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
-        own = f"{call} of {describe(tensor.dtype, tensor.shape)} on {tensor.device.type}"
-        calls: list[str] = collective.all_gather_object(own, plain=True)
-        if calls.count(own) < len(calls):
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
-            raise ValueError(
-                f"The ranks made different calls ({texts}). Pass tensors of one shape and dtype on all ranks, in the"
-                " same order of calls. To gather objects of any size in a list, call"
-                " self.trainer.strategy.collective.all_gather_object(value). [J704]"
-            )
-        return tensor, collective
+        if group is not None:
+            return tensor, collective_of(group)
+        self.meet(f"{call} {describe(tensor.dtype, tensor.shape)} on {tensor.device.type}")
+        return tensor, self.collective
 
     def teardown(self) -> None:
         """Take down ``collective``, and drop the wrapper and its buckets, if there are any.
@@ -401,15 +391,13 @@ class DDPStrategy(Strategy):
 
     @override
     @contextlib.contextmanager
-    def block(
-        self, listed: Sequence[Any], *, enable: bool, transform_gradients: Callable[[], object]
-    ) -> Generator[None]:
+    def block(self, listed: Sequence[Any], *, enable: bool) -> Generator[None]:
         if self.shards_optimizers:
             from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
 
+            # Hooks of the optimizer change gradients on all ranks, so these are not compared.
             listed = [
-                ZeroStep(stepped, transform_gradients) if isinstance(stepped, ZeroRedundancyOptimizer) else stepped
-                for stepped in listed
+                ZeroStep(each, lambda: None) if isinstance(each, ZeroRedundancyOptimizer) else each for each in listed
             ]
         assert self.ddp is not None
         if self.sync_batchnorm:  # whose messages no rank could shadow: all ranks have equally many batches

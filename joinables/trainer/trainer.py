@@ -15,12 +15,12 @@ import os
 import warnings
 import weakref
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Never
 
 from join import JoinReport
@@ -30,12 +30,12 @@ from join.read_ahead import check_loader
 from joinables.modules import keeping_modes, replaced
 from joinables.processes import ending_forks
 from joinables.trainer import rng
-from joinables.trainer.arguments import REST, accelerator_of, check_kinds, lacking
+from joinables.trainer.arguments import REST, accelerator_of, check_kinds, lacking, listed
 from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, keep_trained
 from joinables.trainer.data import order_seed
 from joinables.trainer.files import temporary_folder
 from joinables.trainer.launch import Place, node_of, read, write
-from joinables.trainer.loggers import Logs, ProgressBar, is_watched, loggers_of
+from joinables.trainer.loggers import Reports, is_watched, loggers_of
 from joinables.trainer.module import Callback, Queue, TrainModule, check_module, refuse_hooks
 from joinables.trainer.run import Fit, Run, Task
 from joinables.trainer.strategy import Strategy, strategy_of
@@ -98,9 +98,9 @@ class Trainer:
         checkpoint_io: CheckpointIO | None = None,
         **others: Never,
     ) -> None:
-        for name in others:
+        if others:
             known = ", ".join([*inspect.signature(Trainer).parameters][:-1])
-            raise TypeError(f"Trainer has no argument {name!r}. Use one of {known}. {REST}. [J643]")
+            raise TypeError(f"Trainer has no argument {next(iter(others))!r}. Use one of {known}. {REST}. [J643]")
         check_kinds(locals())
         self.accelerator = accelerator_of(accelerator)
         self.strategy = strategy_of("ddp" if strategy == "auto" else strategy)
@@ -120,7 +120,8 @@ class Trainer:
         self.accumulate_grad_batches = accumulate_grad_batches
         shows = is_watched() if enable_progress_bar is None else enable_progress_bar
         self._loggers = loggers_of(logger)
-        self.callbacks = _in_order(callbacks, [*[ProgressBar()] * shows, *[Logs(self._loggers)] * bool(self._loggers)])
+        self._reports = [Reports(self._loggers, shows)] if shows or self._loggers else []
+        self.callbacks = _in_order(callbacks, self._reports)
         self.default_root_dir = Path(default_root_dir or ".").absolute()
         self.epochs = 0
         """The number of completed epochs, over all fits of the module."""
@@ -132,7 +133,7 @@ class Trainer:
         """Whether the fit ends after the current epoch; set it to ``True`` on any rank."""
         self._run: Run | None = None  # the current run of this process
         self._trained: dict[str, Any] | None = None
-        """The snapshot at the end of a fit, with the weights, until this process has received all of its output."""
+        """The trained weights, if a run of this process has trained, until it has received all of the run's output."""
         self._last_module: weakref.ref[TrainModule] | None = None
         self._last_state: dict[str, Any] | None = None
         """The snapshot that the next fit of the last module resumes from, without the weights.
@@ -200,8 +201,13 @@ class Trainer:
         """Run a stage on all ranks, bring its output into this process, and return its results."""
         check_module(module, stage)
         for name, loader in loaders.items():
-            if isinstance(loader, Dataset):
-                raise TypeError(f"{name} is a data set. Wrap it: DataLoader(dataset, batch_size=...). [J186]")
+            is_list = isinstance(loader, (list, tuple))
+            is_several = is_list and any(isinstance(each, DataLoader) for each in cast("Any", loader))
+            if isinstance(loader, Dataset) or is_several:
+                kind = "several loaders" if is_several else "a data set"
+                raise TypeError(
+                    f"{name} is {kind}. Pass one loader, such as DataLoader(dataset, batch_size=...). [J186]"
+                )
             if name != "val_loader" or loader is not None:
                 check_loader(loader)
         if stage == "fit" and not module.automatic_optimization and self.accumulate_grad_batches != 1:
@@ -209,7 +215,7 @@ class Trainer:
                 "accumulate_grad_batches needs automatic_optimization=True. Remove accumulate_grad_batches from the"
                 " Trainer's arguments, and accumulate in training_step. [J183]"
             )
-        self.callbacks = _in_order(self.callbacks)  # the user may have changed them
+        self.callbacks = _in_order(self.callbacks, self._reports)  # the user may have changed them
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
@@ -217,7 +223,7 @@ class Trainer:
         if stage == "fit":
             self._begin(module)
             saved = saved or self._last_state
-        before, self._trained = (self.epochs, self.global_step), None
+        before = self.epochs, self.global_step
         self.strategy.check(several_backwards=stage == "fit" and not module.automatic_optimization)
         with temporary_folder() as folder:
             seed = order_seed(loaders.get("train_loader"), self.seed)
@@ -226,57 +232,50 @@ class Trainer:
                 output = self.strategy.launch(
                     work, Place, self, module, loaders, task, world_size=self.world_size, **self._how
                 )
-                return self._receive(module, task, output)
+                results, queue = self._receive(module, output)
+                before = self.epochs, self.global_step
+                if queue is not None:
+                    module.get_from_queue(Queue(queue))
+                return results
             except BaseException as error:
-                if self._receive_trained(task) is not None:
-                    add_note(error, kept := f"The module was trained before this error. {self._keep_trained()}")
+                if self._trained is None and (path := task.folder / "trained").exists():
+                    self._trained = read(path)
+                if self._trained is not None:
+                    kept = keep_trained(self.default_root_dir, self._trained)
+                    add_note(error, kept := f"The module was trained before this error. {kept}")
                     logging.getLogger("joinables").error(kept)  # Python 3.10 has no notes
                 for index, callback in enumerate(self.callbacks):
                     if (path := Path(folder, f"callback-{index}")).exists():
                         callback.load_state_dict(torch.load(path, weights_only=False))
                 self.epochs, self.global_step = before
                 raise
+            finally:
+                self._trained = None
 
-    def _receive_trained(self, task: Task) -> dict[str, Any] | None:
-        """Return the snapshot at the end of a fit, which another process may have written."""
-        if self._trained is None and (path := task.folder / "snapshot").exists():
-            self._trained = read(path)
-        return self._trained
-
-    def _keep_trained(self) -> str:
-        """Write a file with the trained weights, and return a sentence that says where it is."""
-        return keep_trained(self.default_root_dir, self._trained or {})
-
-    def _receive(self, module: TrainModule, task: Task, output: tuple[Any, ...]) -> Any:
-        """Bring the output of :func:`work` into this process, and return its results; the weights first."""
-        results, state, report, stopped, weights, random, queue = cast("Any", output)
-        trained = self._receive_trained(task)
+    def _receive(self, module: TrainModule, output: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Bring the output of :func:`work` into this process, the weights first; return its results and its queue."""
+        results, state, report, stopped, queue, random, weights = output
+        is_fit = "optimizers" in state
         if random is not None:  # the run was in another process
-            if trained is not None:
-                trained["module"] = weights = cast("dict[str, Any]", {**trained["module"], **(weights or {})})
             try:
                 if weights is not None:
                     module.load_state_dict(weights)
             except Exception as error:
-                if trained is None:
+                if not is_fit:
                     raise
                 warnings.warn(
                     f"This {type(module).__name__} could not load all that was trained, since it has other parts than"
                     f" the module had in the fit, or its load_state_dict raised ({described(error)}). To have all"
-                    f" weights here too, make these parts in __init__. {self._keep_trained()}",
+                    " weights here too, make these parts in __init__."
+                    f" {keep_trained(self.default_root_dir, {**state, 'module': weights})}",
                     stacklevel=4,  # at the call of fit
                 )
             self.should_stop, self.strategy.report = stopped, report
             self.load_state_dict(state)
             rng.restore(random)
-        if trained is not None:
-            kept = {name: value for name, value in trained.items() if name != "module"} | self.state_dict()
-            # The tensors are copied, since the optimizer of the next fit would change them.
-            self._last_state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept)
-            self._trained = None
-        if queue is not None:
-            module.get_from_queue(Queue(queue))
-        return results
+        if is_fit:  # the tensors are copied, since the optimizer of the next fit would change them
+            self._last_state = pytree.tree_map_only(torch.Tensor, lambda each: each.to("cpu", copy=True), state)
+        return results, queue
 
     def _begin(self, module: TrainModule) -> None:
         """Begin a fit; for another module, forget the last one, and reset callbacks to before their first fit."""
@@ -393,12 +392,12 @@ class Trainer:
             self.checkpoint_io.save_checkpoint(state, os.fspath(path))
         return state is not None
 
-    def hand_over(self, state: dict[str, Any]) -> None:
-        """Keep the snapshot of the end of a fit for the process that started the run, even if hooks raise later."""
+    def keep(self, trained: dict[str, Any]) -> None:
+        """Keep trained weights for the process that started the run, even if the run fails later."""
         if self.run.is_at_home:
-            self._trained = state
+            self._trained = trained
         else:
-            write(state, self.run.task.folder / "snapshot")
+            write(trained, self.run.task.folder / "trained")
 
     def note(self, callback: Callback) -> None:
         """Send a callback's state to the process that started the run, which receives it even if the run fails."""
@@ -434,23 +433,22 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: Strate
 
 def _in_order(callbacks: Any, others: Sequence[Callback] = ()) -> list[Callback]:
     """Return the callbacks, and then others, in the order in which they are called."""
-    is_several = isinstance(callbacks, (list, tuple))
-    listed: list[Any] = list(cast("Any", callbacks)) if is_several else [callbacks] * (callbacks is not None)
-    listed += others
-    for callback in listed:
+    found = listed(callbacks)
+    found += [each for each in others if each not in found]
+    for callback in found:
         if not isinstance(callback, Callback):
             kind = type(callback).__name__
             raise TypeError(
                 f"callbacks has an object of type {kind}. Derive it from joinables.trainer.Callback. [J177]"
             )
         refuse_hooks(callback)
-    listed.sort(key=lambda callback: callback.is_last)
-    keys = [callback.state_key for callback in listed]
+    found.sort(key=lambda callback: callback.is_last)
+    keys = [callback.state_key for callback in found]
     if len(set(keys)) < len(keys):
         raise ValueError(
             f"Several callbacks have the same state_key: {', '.join(keys)}. Define a different one for each. [J178]"
         )
-    return listed
+    return found
 
 
 # -- one rank's part --------------------------------------------------------------------------------------------------
@@ -462,27 +460,18 @@ def work(place: Place, trainer: Trainer, module: TrainModule, loaders: Mapping[s
     Returns:
         The output of the run, as one tuple, which ``Trainer._receive`` unpacks.
     """
-    strategy = trainer.strategy
-    strategy.setup(place.rank, place.world_size)
+    trainer.strategy.setup(place.rank, place.world_size)
     run = (Fit if task.stage == "fit" else Run)(trainer, module, task, place)
-    try:
-        return _work(run, trainer, module, loaders)
-    finally:
-        try:
-            strategy.teardown()
-        finally:
-            with suppress(RuntimeError):  # an error of the device says the same, and is on its way
-                if run.device.type != "cpu":
-                    module.cpu()
-                    getattr(torch.get_device_module(run.device), "empty_cache", lambda: None)()
-
-
-def _work(run: Run, trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any]) -> Any:
-    task, results, queue = run.task, None, Queue()
-    if not run.is_at_home:
-        rng.start_from(task.random)
-    trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
-    try:
+    results, queue = None, Queue()
+    with ExitStack() as stack:
+        stack.callback(_free, run)
+        stack.callback(trainer.strategy.teardown)
+        stack.enter_context(replaced(trainer, "_run", run))
+        stack.enter_context(replaced(module, "_trainer", trainer))
+        if not run.is_at_home:
+            rng.start_from(task.random)
+        if isinstance(run, Fit):
+            stack.callback(run.end)
         with keeping_modes(module), _watched(run), ending_forks():
             run.set_up()
             if isinstance(run, Fit):
@@ -492,19 +481,25 @@ def _work(run: Run, trainer: Trainer, module: TrainModule, loaders: Mapping[str,
                 if task.saved is not None:
                     run.load(task.saved)
                 results = run.evaluate(loaders["loader"], task.stage)
-            if run.place.local_rank == 0:
-                with replaced(run, "apart", "add_to_queue"):
-                    module.add_to_queue(queue)
-    finally:
-        if isinstance(run, Fit):
-            run.end()
-        trainer._run = module._trainer = None  # pyright: ignore[reportPrivateUsage]
-    output = results, trainer.state_dict(), trainer.join_report, trainer.should_stop
-    if run.place.local_rank != 0:
-        return *output, None, None, None
-    weights = None if run.is_at_home else run.changed_weights()
-    random = None if run.is_at_home else rng.capture()
-    return *output, weights, random, pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, list(queue))
+            if place.local_rank == 0:
+                module.add_to_queue(queue)
+        state = {**(run.snapshot or {}), **trainer.state_dict()}
+        state.pop("module", None)  # a later hook may have changed the weights
+        output = results, state, trainer.join_report, trainer.should_stop
+        if place.local_rank != 0:
+            return *output, None, None, None
+        queued = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, list(queue))
+        if run.is_at_home:
+            return *output, queued, None, None
+        return *output, queued, rng.capture(), module.state_dict() if task.stage == "fit" or task.saved else None
+
+
+def _free(run: Run) -> None:
+    """Free the device on which a run has computed."""
+    with suppress(RuntimeError):  # an error of the device says the same, and is on its way
+        if run.device.type != "cpu":
+            run.module.cpu()
+            getattr(torch.get_device_module(run.device), "empty_cache", lambda: None)()
 
 
 @contextmanager
@@ -521,7 +516,6 @@ def _watched(run: Run) -> Generator[None]:
         try:
             yield
         except BaseException as error:
-            run.apart = "a run that has raised an error"
             raised.append(error)
             if len(raised) > 1:
                 return logger.error("a hook raised after the run had raised", exc_info=error)

@@ -45,14 +45,14 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/run.py",
-        "            self._prepare_gradients()\n            optimizer.step",
-        "            optimizer.step",
+        'self.call("on_before_optimizer_step", optimizer)',
+        "pass",
         LOOP + "test_equals_a_loop_by_hand",
     ),
     Mutant(
         "joinables/trainer/run.py",
-        "transform_gradients=self._prepare_gradients",
-        "transform_gradients=int",
+        "for optimizer in self.optimizers:  # a rank",
+        "for optimizer in optimizers:  # a rank",
         LOOP + "test_equals_one_process[sharded, clipping]",
     ),
     Mutant(
@@ -168,8 +168,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/callbacks.py",
-        'self._kept[path] if self._mode == "min" else -self._kept[path]',
-        "self._kept[path]",
+        'sign = 1 if self._mode == "min" else -1',
+        "sign = 1",
         CHECKPOINT + "test_the_best_are_kept",
     ),
     Mutant(
@@ -192,7 +192,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/trainer.py",
-        "    listed.sort(key=lambda callback: callback.is_last)\n",
+        "    found.sort(key=lambda callback: callback.is_last)\n",
         "",
         LIFETIMES + "test_callbacks_that_are_added_between_fits",
     ),
@@ -234,8 +234,8 @@ MUTANTS = [
         "tests/joinables/trainer/test_launch.py::test_result_of_rank_0",
     ),
     Mutant(
-        "joinables/trainer/checkpoint.py",
-        "path for path in paths if not path.exists()",
+        "joinables/trainer/files.py",
+        "path for path in paths if not is_taken(path)",
         "path for path in paths",
         "tests/joinables/trainer/test_rescue.py::test_a_second_failure_leaves_the_file_of_the_first",
     ),
@@ -251,6 +251,30 @@ MUTANTS = [
         "pass",
         "tests/joinables/trainer/test_rescue.py::"
         "test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure",
+    ),
+    Mutant(
+        "joinables/trainer/run.py",
+        "            self._keep_trained(trainer.epochs + 1)",
+        "            pass",
+        "tests/joinables/trainer/test_rescue.py::test_a_failure_after_the_last_step",
+    ),
+    Mutant(
+        "joinables/trainer/run.py",
+        " or is_weighted or may_end",
+        " or is_weighted",
+        "tests/joinables/trainer/test_faults.py::test_a_hook_ends_an_epoch_of_one_rank",
+    ),
+    Mutant(
+        "joinables/trainer/run.py",
+        "is_first and not self.trainer.strategy.report.even",
+        "is_first and are_known and not plan.even",
+        "tests/joinables/trainer/test_faults.py::test_state_of_hooks_that_ranks_without_data_do_not_call",
+    ),
+    Mutant(
+        "joinables/trainer/trainer.py",
+        "[each for each in others if each not in found]",
+        "[]",
+        "tests/joinables/trainer/test_progress.py::test_callbacks_that_are_replaced",
     ),
     Mutant(
         "join/protocol/channel.py",

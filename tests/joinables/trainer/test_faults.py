@@ -87,6 +87,30 @@ def test_a_hook_ends_an_epoch(at: int, callbacks: list[Any], steps: int) -> None
     assert (run.global_step, run.epochs) == (steps, 2)
 
 
+class EndsAlone(Classifier):
+    """Ends the epoch of rank 1 before its second batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if self.trainer.global_rank == batch_idx == 1 else None
+
+
+def ends_alone(rank: int) -> Any:
+    module = EndsAlone()
+    run = trainer(max_epochs=2)
+    run.fit(module, loader(24, 6))
+    return flat_state(module.state_dict()), run.callback_metrics["train_loss"], run.global_step
+
+
+def test_a_hook_ends_an_epoch_of_one_rank(pool: Pool) -> None:
+    """The ranks have equally many batches. A single process trains on those that are left."""
+    alone, x, y = Classifier(), *dataset(24).tensors
+    run = trainer(max_epochs=2)
+    run.fit(alone, [(x[:12], y[:12]), (x[12:18], y[12:18])])
+    for state, loss, steps in pool.run(ends_alone, ranks=2):
+        assert_same(state, flat_state(alone.state_dict()), TOLERANCE)
+        assert abs(loss - run.callback_metrics["train_loss"]) < 1e-5 and steps == run.global_step == 4
+
+
 class Boxed(Classifier):
     """Keeps an average of its weights outside of its parts."""
 
@@ -107,6 +131,18 @@ class Kept(Callback):
         self.ema = copy.deepcopy(module.body)
 
 
+class Listed(Callback):
+    """Keeps an average in a list of tensors."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.average = [parameter.detach().clone() for parameter in module.parameters()]
+        self.constants = [torch.ones(2)]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for average, own in zip(self.average, module.parameters(), strict=True):
+            average.lerp_(own.detach(), 0.1)
+
+
 class Told(Kept):
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -114,20 +150,29 @@ class Told(Kept):
 
 def drifts(rank: int, samples: int, kind: str) -> list[str]:
     module = Boxed() if kind == "Boxed" else Classifier()
-    callbacks: Any = [{"Kept": Kept, "Told": Told}[kind]()] if kind != "Boxed" else []
+    callbacks: Any = [{"Kept": Kept, "Listed": Listed, "Told": Told}[kind]()] if kind != "Boxed" else []
+    data = loader(samples, 6) if samples else Lengthless(list(loader(18, 6))[2 * rank : 2 + rank])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(max_epochs=2, callbacks=callbacks).fit(module, loader(samples, 6))
-    return [str(each.message) for each in caught if "called hooks of" in str(each.message)]
+        trainer(max_epochs=2, callbacks=callbacks).fit(module, data)
+    return [str(each.message) for each in caught if "have called hooks" in str(each.message)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "samples", "names"), [("Boxed", 6, "box"), ("Boxed", 18, ""), ("Kept", 6, "ema"), ("Told", 6, "")]
+    ("kind", "samples", "names"),
+    [
+        ("Boxed", 6, "box"),
+        ("Boxed", 18, ""),
+        ("Kept", 6, "ema"),
+        ("Listed", 6, "average"),
+        ("Boxed", 0, "box"),
+        ("Told", 6, ""),
+    ],
 )
 def test_state_of_hooks_that_ranks_without_data_do_not_call(pool: Pool, kind: str, samples: int, names: str) -> None:
     told = pool.run(drifts, samples, kind)[0]
     assert len(told) == bool(names)
-    assert not names or f"hooks of {kind} less often, so {names} may differ" in told[0]
+    assert not names or f"less often, so {kind}.{names} may differ" in told[0]
 
 
 # -- resuming in the middle of an epoch

@@ -6,13 +6,14 @@ import os
 import pty
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from joinables.trainer import Trainer
+from joinables.trainer import CSVLogger, Trainer
 from joinables.trainer.loggers import is_watched
 from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, dataset, loader
@@ -46,6 +47,14 @@ def test_a_line_shows_steps_metrics_and_ranks(capfd: pytest.CaptureFixture[str])
     for name in ("train_loss", "val_loss"):
         assert f"{name}={run.callback_metrics[name]:.4g}" in kept
     assert f"test_loss={run.callback_metrics['test_loss']:.4g}" in lines[2][-1]
+
+
+def test_callbacks_that_are_replaced(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The line and the logger stay."""
+    run = Trainer(devices=1, enable_progress_bar=True, logger=CSVLogger(tmp_path))
+    run.callbacks = []
+    run.fit(Classifier(), loader(12))
+    assert "Epoch 1: train" in capfd.readouterr().err and (tmp_path / "metrics.csv").exists()
 
 
 def test_a_line_says_for_how_many_ranks_the_first_waits(capfd: pytest.CaptureFixture[str]) -> None:

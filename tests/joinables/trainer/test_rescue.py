@@ -96,7 +96,7 @@ class Fails(Callback):
         if self.where == f"interrupt of rank {trainer.global_rank}":
             raise KeyboardInterrupt
         if self.where == "Ctrl-C" and trainer.global_rank == 1:
-            while not list(Path(tempfile.gettempdir()).glob("*/snapshot")):
+            while not list(Path(tempfile.gettempdir()).glob("*/trained")):
                 threading.Event().wait(0.01)
             os.kill(trainer.run.task.home, signal.SIGINT)
             threading.Event().wait()
@@ -110,6 +110,35 @@ class Fails(Callback):
     def load_state_dict(self, state: Any) -> None:
         if self.where == "load" and state["is"]:
             raise KeyError(self.where)
+
+
+class FailsBefore(Classifier):
+    """Fails after the last step, and before the end of the epoch."""
+
+    where = ""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.where != "validation"
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert self.where != "checkpoint"
+
+    def on_train_epoch_end(self) -> None:
+        if self.where == "death":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+@pytest.mark.parametrize("where", ["validation", "checkpoint", "death"])
+def test_a_failure_after_the_last_step(tmp_path: Path, where: str, limit: str) -> None:
+    alone, module = Classifier(), FailsBefore()
+    Trainer(devices=1).fit(alone, loader(6))
+    module.where = where
+    limits: dict[str, Any] = {limit: 1}
+    run = Trainer(devices=2, **limits, default_root_dir=tmp_path, strategy="ddp_fork")
+    with pytest.raises((AssertionError, WorkerDied)):
+        run.fit(module, loader(6), loader(6))
+    torch.testing.assert_close(trained(tmp_path), dict(alone.state_dict()))
 
 
 RANKS = [f"{what} of rank {rank}" for what in ("end", "interrupt", "result") for rank in (0, 1)]
@@ -159,7 +188,7 @@ def test_a_single_process_saves_too(tmp_path: Path) -> None:
 
 def test_a_result_that_does_not_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(value: Any, path: Path) -> None:
-        if path.name == "snapshot":
+        if path.name == "trained":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(value, path)
 
@@ -197,7 +226,7 @@ def test_an_extra_state_that_cannot_be_sent(tmp_path: Path, kind: type[Extra]) -
 
 
 class FailsOnRank1(Classifier):
-    def on_train_end(self) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_rank == 1:
             raise KeyError
 
@@ -207,7 +236,9 @@ def test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure(
 ) -> None:
     def slow(value: Any, write: Any) -> None:
         if isinstance(value, dict) and "module" in value:
-            threading.Event().wait(3.0)  # the launch would end this rank now, if another rank could fail in a last hook
+            threading.Event().wait(
+                3.0
+            )  # the launch would end this rank now, if another rank could fail in a later hook
         save(value, write)
 
     save = launch.save
@@ -215,7 +246,7 @@ def test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure(
     monkeypatch.setattr(launch, "save", slow)
     monkeypatch.setattr(TIMEOUTS, "first", 0.0)
     with pytest.raises(KeyError):
-        Trainer(devices=2, strategy="ddp_fork", default_root_dir=tmp_path).fit(FailsOnRank1(), loader(6))
+        Trainer(devices=2, strategy="ddp_fork", default_root_dir=tmp_path).fit(FailsOnRank1(), loader(6), loader(12))
     assert trained(tmp_path)
 
 

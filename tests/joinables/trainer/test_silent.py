@@ -23,14 +23,15 @@ class Part(TrainModule):
         setattr(self, name, torch.nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("name", ["all_gather", "log", "training_step", "nothing", "half"])
+@pytest.mark.parametrize("name", ["optimizers", "log", "training_step", "nothing", "half"])
 def test_a_part_that_its_class_would_hide_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"Part gets a part called '{name}'.*\[J872\]"):
         Part(name)
 
 
-def test_a_part_with_another_name_is_kept() -> None:
-    assert isinstance(Part("encoder").encoder, torch.nn.Linear)
+@pytest.mark.parametrize("name", ["encoder", "reduce", "all_gather"])
+def test_a_part_with_another_name_is_kept(name: str) -> None:
+    assert isinstance(getattr(Part(name), name), torch.nn.Linear)
 
 
 class Average(Classifier):
@@ -186,7 +187,7 @@ def test_the_first_exception_is_raised_and_all_last_hooks_are_called(tmp_path: P
 
 class Draws(Classifier):
     def on_train_end(self) -> None:
-        self.drawn = self.all_gather(torch.rand(2)).tolist()
+        self.drawn = self.trainer.strategy.all_gather(torch.rand(2)).tolist()
 
     def results_to_return(self) -> Any:
         return self.drawn

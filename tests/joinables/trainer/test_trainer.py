@@ -584,7 +584,8 @@ class Only(TrainModule):
         (Wrong(lambda scores: scores.detach().mean()), loader(), TypeError, "a tensor that depends on the parameters"),
         (Only(), loader(), TypeError, "Only has no configure_optimizers, which fit calls"),
         (Classifier(), None, TypeError, "loader=None cannot be iterated"),
-        (Classifier(), dataset(), TypeError, r"train_loader is a data set\. Wrap it"),
+        (Classifier(), dataset(), TypeError, r"train_loader is a data set\. Pass one loader, such as DataLoader"),
+        (Classifier(), [loader()], TypeError, r"train_loader is several loaders\. Pass one loader"),
     ],
 )
 def test_what_cannot_be_fitted(module: Any, data: Any, kind: type[Exception], text: str) -> None:
@@ -736,7 +737,7 @@ def test_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
     for value in (np.ones(3), {"x": np.float32(0.5)}):
         with pytest.raises(TypeError, match=r"(?s)The checkpoint has objects .*numpy"):
             fit(value, Classifier())
-    assert not list(tmp_path.glob("*.ckpt"))
+    assert not list(tmp_path.glob("epoch*.ckpt"))
     path = fit({"x": [1, "text", torch.ones(2), 0.5]}, Classifier())
     assert read_checkpoint(path)["mine"]["x"][3] == 0.5
 

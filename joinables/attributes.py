@@ -3,14 +3,14 @@
 These are parts for ``join.held``, which copies and compares them. An optimizer may count its steps in an attribute, or
 keep momentum in a list or in an object of its own: :func:`parts_of_optimizer` returns all its attributes, and those of
 the objects in them. A module may count its forwards: :func:`parts_of_module` returns its numbers, flags and texts, and
-its extra state.
+its extra state. :func:`kept_attributes` undoes what a forward that raised has written.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, partial
 from itertools import islice, zip_longest
@@ -158,6 +158,31 @@ def parts_of_module(module: torch.nn.Module, name: str) -> Iterator[Part]:
             except Exception:  # it has none yet
                 continue
             yield Part(own, {"extra state": extra}, partial(_load_extra, part))
+
+
+def kept_attributes(module: torch.nn.Module) -> Callable[[], None]:
+    """Return a function that restores the attributes of a module and its parts, and the containers in them.
+
+    Tensors that are written in place, containers over 1 MiB, and objects of other classes stay as they are.
+    """
+    kept = list[tuple[torch.nn.Module, dict[str, Any]]]()
+    for part in module.modules():
+        held = {key: value for key, value in vars(part).items() if key not in _OF_MODULES or type(value) in PLAIN}
+        kept.append((part, {key: value if type(value) in PLAIN else _copied(value) for key, value in held.items()}))
+
+    def restore() -> None:
+        for part, values in kept:
+            for key in vars(part).keys() - values.keys() - _OF_MODULES:
+                del vars(part)[key]
+            _load(part, values)
+
+    return restore
+
+
+def _copied(value: Any) -> Any:
+    """Return a value with copies of the containers in it."""
+    is_copied = isinstance(value, (dict, *CONTAINERS)) and not is_larger(value, LARGEST)
+    return pytree.tree_map(lambda each: set(each) if type(each) is set else each, value) if is_copied else value
 
 
 def _load_extra(part: torch.nn.Module, values: Mapping[str, Any]) -> None:

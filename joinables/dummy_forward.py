@@ -5,7 +5,8 @@ the arguments of its last call with data in this loop. If the rank had no data i
 of ones. It returns the outputs with length 0 (a number, such as a loss, becomes 0), and backward through them produces
 gradients of 0. Each rank does this by itself, without sending anything.
 
-A DDP module is called with the empty batch first, since its forward has sent nothing when it raises. A sharded module
+A DDP module is called with the empty batch first, since its forward has sent nothing when it raises. Its attributes and
+the global random generators are then as they were before, so that a step counts once and draws once. A sharded module
 may have issued some of its collectives by then, so it is never called with an empty batch.
 
 *Own tensors.* A forward on a dummy leaves no trace in the tensors that this rank holds whole: its own tensors. These
@@ -31,7 +32,7 @@ from zlib import crc32
 
 import torch
 
-from join import JoinError, ProtocolError
+from join import JoinError, ProtocolError, generators
 from join.batch import PLAIN, has_empty_tensor, map_tensors, tensors_in
 from join.collectives import Collective
 from join.collectives._torch_private import Writes, after_backward, writes_to
@@ -41,6 +42,7 @@ from join.protocol.channel import Channel
 from join.transfer import broadcast_tree
 from joinables._torch import reducer
 from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled, uncompiled
+from joinables.attributes import kept_attributes
 from joinables.modules import ModuleHook, Uncopied, hides_tensors, run_uncompiled, synchronised_norms, zero_of
 from joinables.state import is_plain
 
@@ -288,13 +290,16 @@ class InnerForward(DummyForward, Uncopied):
     def _run_on_dummy(self, arguments: Arguments) -> Any:
         args, kwargs = arguments
         if not self._refuses_empty:
+            undo, drawn = kept_attributes(self._module), generators.capture()
             try:
                 return self.original(*args, **kwargs)
             except Exception as error:
                 if is_broken(error):
                     raise  # another rank has failed
                 self._refuses_empty = True
-                self.restore()  # the attempt may have written before it raised
+                undo()  # the attempt may have written, counted and drawn before it raised
+                generators.restore(drawn)
+                self.restore()
                 self.keep()
         args, kwargs = self.instead_of(arguments)
         return emptied_output(self.original(*args, **kwargs))

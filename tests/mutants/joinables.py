@@ -666,9 +666,33 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/dummy_forward.py",
-        "                self.restore()  # the attempt may have written before it raised\n",
+        "                self.restore()\n                self.keep()\n",
         "",
         "tests/joinables/test_own_tensors.py::test_a_momentum_encoder",
+    ),
+    Mutant(
+        "joinables/dummy_forward.py",
+        "                undo()  # the attempt",
+        "                pass  # the attempt",
+        "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
+    ),
+    Mutant(
+        "joinables/dummy_forward.py",
+        "                generators.restore(drawn)\n",
+        "",
+        "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
+    ),
+    Mutant(
+        "joinables/attributes.py",
+        "                del vars(part)[key]",
+        "                pass",
+        "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
+    ),
+    Mutant(
+        "joinables/attributes.py",
+        "value if type(value) in PLAIN else _copied(value) for",
+        "value for",
+        "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
     ),
     Mutant(
         "joinables/wrapped.py",

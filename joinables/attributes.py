@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from enum import Enum
 from functools import cache, partial
 from itertools import islice, zip_longest
@@ -182,7 +183,7 @@ def kept_attributes(module: torch.nn.Module) -> Callable[[], None]:
 def _copied(value: Any) -> Any:
     """Return a value with copies of the containers in it."""
     is_copied = isinstance(value, (dict, *CONTAINERS)) and not is_larger(value, LARGEST)
-    return pytree.tree_map(lambda each: set(each) if type(each) is set else each, value) if is_copied else value
+    return cast("Any", pytree.tree_map_only(set, copy, value) if is_copied else value)
 
 
 def _load_extra(part: torch.nn.Module, values: Mapping[str, Any]) -> None:

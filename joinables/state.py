@@ -106,16 +106,15 @@ class OptimizerState(Silent):
     def equal_values(self) -> Mapping[str, Any]:
         values = group_values(self._optimizer.param_groups)
         values[STEPS_IN_LOOPS] = self._steps_in_loops
-        counts: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the device, and the index of the parameter
+        counts: dict[torch.device, dict[str, torch.Tensor]] = {}  # by the device, and the name of the value
         for index, state in self._states(parameters_of(self._optimizer)).items():
-            count: Any = state.get("step") if hasattr(state, "get") else None
+            name, count = f"step count of parameter {index}", state.get("step") if hasattr(state, "get") else None
             if isinstance(count, torch.Tensor) and count.numel() == 1:
-                counts.setdefault(count.device, {})[index] = count.detach().reshape(())
+                counts.setdefault(count.device, {})[name] = count.detach().reshape(()).double()
             elif isinstance(count, (int, float)):
-                values[f"step count of parameter {index}"] = float(count)
+                values[name] = float(count)
         for on_device in counts.values():  # one host synchronisation for each device
-            steps = cast("list[float]", torch.stack([count.double() for count in on_device.values()]).tolist())
-            values |= {f"step count of parameter {index}": step for index, step in zip(on_device, steps, strict=True)}
+            values |= zip(on_device, cast("list[float]", torch.stack([*on_device.values()]).tolist()), strict=True)
         return values
 
     # -- copying ------------------------------------------------------------------------------------------------------
@@ -124,8 +123,7 @@ class OptimizerState(Silent):
     def exchange(self, source: int) -> Exchange:
         groups, parameters = self._optimizer.param_groups, parameters_of(self._optimizer)
         shapes = str([[tuple(parameter.shape) for parameter in group["params"]] for group in groups])
-        entries: dict[Any, Any] = {f"group {index}": group for index, group in enumerate(without_params(groups))}
-        entries |= self._states(parameters)
+        entries = {"groups": without_params(groups), **self._states(parameters)}
         why_not, own = unlike_others(parameters), dict[Any, Packed]()
         try:
             known = numbered(parameters)
@@ -143,15 +141,12 @@ class OptimizerState(Silent):
         if self._collective.rank == source or inbox.keeps or why_not or refused:
             yield why_not
             return
-        first = next(iter(parameters), None)
-        likes = {f"group {index}": next(iter(group["params"]), first) for index, group in enumerate(groups)}
-        likes |= dict(enumerate(parameters))
         for key, (data, tensors) in theirs.items():
             mine = own[key].tensors if key in own else ()
-            theirs[key] = Packed(data, inbox.receive(tensors, mine, likes.get(key, first)))
+            like = parameters[key] if isinstance(key, int) else next(iter(parameters), None)
+            theirs[key] = Packed(data, inbox.receive(tensors, mine, like))
         yield ""
-        for index, group in enumerate(groups):
-            values = unpack(theirs.pop(f"group {index}"), parameters)
+        for group, values in zip(groups, unpack(theirs.pop("groups"), parameters), strict=True):
             for name in group.keys() - values.keys() - {"params"}:
                 del group[name]
             group.update(values)
@@ -195,7 +190,7 @@ class Stateful(Protocol):
         """Load a state."""
 
 
-class State(Silent):
+class Loaded(Silent):
     """Adapter that copies an object's state, when the block ends, to the ranks that ran out of data early.
 
     Args:
@@ -205,33 +200,6 @@ class State(Silent):
     def __init__(self, stateful: Stateful) -> None:
         super().__init__(stateful)
         self._stateful = stateful
-
-    @override
-    def held(self) -> Iterable[Part]:
-        stateful, name = self._stateful, self.join_name
-        if is_compared(stateful):
-            return ()
-        if parameters := parameters_of(stateful):
-            return parts_of_optimizer(stateful, name, parameters)
-        leaves = list[tuple[tuple[Any, ...], Any]]()
-        with suppress(Exception):  # the copy says why it has no state
-            leaves = flattened(stateful.state_dict())
-        names = self._names_of_buffers()
-        tensors = [leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and _name_in(path) not in names]
-        values = {pytree.keystr(path): leaf for path, leaf in leaves if type(leaf) in PLAIN}
-        return Part(name, values, None), Part(name, sampled(tensors, "state"), None, is_required=True)
-
-    @override
-    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        if isinstance(self._stateful, torch.amp.GradScaler):  # whose state may be on a device
-            scaler = self._stateful
-            numbers = scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval
-            return {number.__name__.removeprefix("get_"): number() for number in numbers if scaler.is_enabled()}
-        if is_compared(self._stateful):
-            return plain_values(self._stateful.state_dict(), on_cpu=True)
-        groups: Any = getattr(self._stateful, "param_groups", ())
-        # A wrapper of optimizers has groups. Another object may have a method of this name.
-        return group_values(() if callable(groups) else groups, on_cpu=True)
 
     @override
     def exchange(self, source: int) -> Exchange:
@@ -247,22 +215,51 @@ class State(Silent):
         if self._collective.rank != source:
             self._stateful.load_state_dict(received)
 
+
+class SchedulerState(Loaded):
+    """Adapter of a scheduler or a ``GradScaler``, whose state is equal on all ranks after equal steps."""
+
+    @override
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        scaler = self._stateful
+        if not isinstance(scaler, torch.amp.GradScaler):
+            return plain_values(scaler.state_dict(), on_cpu=True)
+        numbers = scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval
+        return {number.__name__.removeprefix("get_"): number() for number in numbers if scaler.is_enabled()}
+
+    @override
+    def equal_values(self) -> Mapping[str, Any]:
+        return plain_values(self._stateful.state_dict())
+
+
+class State(Loaded):
+    """Adapter of an object whose state may differ between ranks, such as an EMA copy or a wrapper of optimizers."""
+
+    @override
+    def held(self) -> Iterable[Part]:
+        if parameters := parameters_of(self._stateful):
+            return parts_of_optimizer(self._stateful, self.join_name, parameters)
+        state: Any = {}
+        with suppress(Exception):  # the copy says why it has no state
+            state = self._stateful.state_dict()
+        values = {pytree.keystr(path): leaf for path, leaf in flattened(state) if type(leaf) in PLAIN}
+        tensors = sampled(self._tensors(state, self._shapes_of_buffers())[1], "state")
+        return Part(self.join_name, values, None), Part(self.join_name, tensors, None, is_required=True)
+
+    @override
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        return group_values(groups_of(self._stateful), on_cpu=True)
+
     @override
     def synchronise_own(self, source: int) -> None:
-        stateful, names = self._stateful, self._names_of_buffers()
-        if isinstance(stateful, torch.nn.Module) or not names or is_compared(stateful):
-            return
-        state = stateful.state_dict()
-        matching: list[torch.Tensor] = []
-        for path, leaf in flattened(state):
-            name = _name_in(path)
-            if isinstance(leaf, torch.Tensor) and is_plain(leaf) and name in names and leaf.shape == names[name]:
-                matching.append(leaf)
-        if matching:
-            broadcast_tensors(self._collective, matching, source)
-            stateful.load_state_dict(state)  # in case state_dict returned copies
+        if shapes := self._shapes_of_buffers():
+            state = self._stateful.state_dict()
+            matching, _ = self._tensors(state, shapes)
+            if matching:
+                broadcast_tensors(self._collective, matching, source)
+                self._stateful.load_state_dict(state)  # in case state_dict returned copies
 
-    def _names_of_buffers(self) -> dict[str, torch.Size]:
+    def _shapes_of_buffers(self) -> dict[str, torch.Size]:
         """Return the shapes of the buffers of all listed modules, and of wrapped modules, by name."""
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
         modules = [target for target in targets if isinstance(target, torch.nn.Module)]
@@ -270,12 +267,18 @@ class State(Silent):
         modules += [module for module in inside if isinstance(module, torch.nn.Module)]
         return {name: buffer.shape for module in modules for name, buffer in module.named_buffers()}
 
-    @override
-    def equal_values(self) -> Mapping[str, Any]:
-        return plain_values(self._stateful.state_dict()) if is_compared(self._stateful) else {}
+    @staticmethod
+    def _tensors(state: Any, shapes: Mapping[Any, torch.Size]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tensors that match buffers by name and shape, which each rank has for itself, and the others."""
+        matching, others = list[torch.Tensor](), list[torch.Tensor]()
+        for path, leaf in flattened(state):
+            if isinstance(leaf, torch.Tensor):
+                name: Any = getattr(path[-1], "key", None) if path else None
+                (matching if is_plain(leaf) and shapes.get(name) == leaf.shape else others).append(leaf)
+        return matching, others
 
 
-class ModuleState(State):
+class ModuleState(Loaded):
     """Adapter of a module that is not trained, such as an EMA copy, or that another listed module contains."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -339,11 +342,15 @@ def group_values(groups: Sequence[Mapping[str, Any]], *, on_cpu: bool = False) -
     return values
 
 
+def groups_of(obj: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the parameter groups of an optimizer, or of a wrapper of one; none for another object."""
+    groups: Any = getattr(obj, "param_groups", ())
+    return () if callable(groups) else groups  # a method of another object may have this name
+
+
 def parameters_of(obj: Any) -> list[torch.nn.Parameter]:
     """Return the parameters in all groups of an optimizer; an empty list for an object without groups."""
-    groups: Any = getattr(obj, "param_groups", ())
-    groups = () if callable(groups) else groups  # a method of another object may have this name
-    return [parameter for group in groups for parameter in group["params"]]
+    return [parameter for group in groups_of(obj) for parameter in group["params"]]
 
 
 def without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -351,19 +358,9 @@ def without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: group[name] for name in sorted(group.keys() - {"params"})} for group in groups]
 
 
-def is_compared(stateful: object) -> bool:
-    """Return whether an object has equal state on all ranks after equal steps, as a scheduler or a scaler does."""
-    return isinstance(stateful, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler))
-
-
 def shapes_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
     """Return the shapes of a module's buffers, which are equal on all ranks, as values to compare."""
     return {f"shape of buffer {name}": list(buffer.shape) for name, buffer in buffers.items()}
-
-
-def _name_in(path: Sequence[Any]) -> Any:
-    """Return the last name in the path of a leaf."""
-    return getattr(path[-1], "key", None) if path else None
 
 
 def flattened(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:

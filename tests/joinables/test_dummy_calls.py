@@ -116,7 +116,7 @@ class Writes(nn.Module):
         for name, draw in {"torch": torch.rand(()).item, "python": random.random, "numpy": np.random.rand}.items():
             self.drawn[name].append(draw())
         if not len(x):
-            self.layer.refused = True
+            vars(self.layer)["refused"] = True
             raise ValueError("no rows")
         return self.layer(x)
 
@@ -125,7 +125,9 @@ class Writes(nn.Module):
 
 
 def writes(rank: int, counts: tuple[int, ...]) -> list[Any]:
-    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
     module = Writes()
     log, ddp = module.log, DistributedDataParallel(module)
     for epoch in range(2):

@@ -25,9 +25,9 @@ from join.held import CONTAINERS, LARGEST, PLAIN, Holder, Part, is_larger
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes of every module, such as ``training``, which the loop sets."""
-_FOLLOWED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_OBJECTS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.nn.Module)
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, partial)
-_VALUES = (torch.Tensor, Enum, dict, *CONTAINERS)
+_VALUES = (torch.Tensor, Enum, type)
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy"})
 _MOST_PARTS = 100
 
@@ -127,15 +127,11 @@ def _objects_in(value: Any) -> Iterator[Any]:
     values = [] if is_larger(value, LARGEST) else [value]
     while values:
         each = values.pop()
-        if isinstance(each, _VALUES):
-            if isinstance(each, dict):
-                values += cast("dict[Any, Any]", each).values()
-            elif isinstance(each, CONTAINERS):
-                values += cast("Iterable[Any]", each)
-        elif hasattr(each, "__dict__") and not isinstance(each, _CODE):
-            is_own = type(each).__module__.partition(".")[0] not in _LIBRARIES
-            if is_own or isinstance(each, (torch.nn.Module, *_FOLLOWED)):
-                yield each
+        is_own = type(each).__module__.partition(".")[0] not in _LIBRARIES
+        if isinstance(each, (dict, *CONTAINERS)):
+            values += cast("Iterable[Any]", each.values() if isinstance(each, dict) else each)
+        elif isinstance(each, _OBJECTS) or (is_own and hasattr(each, "__dict__") and not isinstance(each, _VALUES)):
+            yield each
 
 
 def parts_of_module(module: torch.nn.Module, name: str) -> Iterator[Part]:

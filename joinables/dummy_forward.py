@@ -72,7 +72,6 @@ class DummyForward:
         self._norms = synchronised_norms(module)
         self._calls: list[Arguments] = []  # the calls of the last step with data in the current loop, in order
         self._step, self._number = PLAIN, 0  # the step of the last call, and the number of its calls so far
-        self._has_any = False  # whether there were own tensors in the last forward on a dummy
         self.is_kept = False
         """Whether own tensors were copied for the current forward or backward on a dummy, and are not restored yet."""
         self._copies: dict[str, torch.Tensor] = {}
@@ -146,13 +145,14 @@ class DummyForward:
         own, self._large = self._own_tensors()
         self._copies = {name: each.detach().clone() for name, each in own.items()}
         self._writes = writes_to(self._large.values()) if self._large else []
-        self.is_kept = self._has_any = bool(own or self._large)
+        self.is_kept = bool(own or self._large)
 
     def keep_in_backward(self) -> None:
         """Copy and restore them around the current backward, in which checkpointed layers run their forward again."""
-        if self._has_any and not self.is_kept:
+        if not self.is_kept:
             self.keep()
-            after_backward(self.restore)
+            if self.is_kept:
+                after_backward(self.restore)
 
     def restore(self) -> None:
         """Undo the writes to the own tensors since they were copied."""

@@ -39,12 +39,11 @@ from join.collectives._torch_private import Writes, after_backward, writes_to
 from join.collectives.base import as_bytes
 from join.collectives.broken import is_broken
 from join.protocol.channel import Channel
-from join.transfer import broadcast_tree
+from join.transfer import broadcast_tree, why_unlike
 from joinables._torch import reducer
 from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled, uncompiled
 from joinables.attributes import kept_attributes
 from joinables.modules import ModuleHook, Uncopied, hides_tensors, run_uncompiled, synchronised_norms, zero_of
-from joinables.state import is_plain
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -125,7 +124,7 @@ class DummyForward:
         for name, each in self._module.named_parameters() if has_frozen else ():  # the names take long
             if each.requires_grad:
                 trained += each.nbytes
-            elif name not in self._not_whole and is_plain(each):
+            elif name not in self._not_whole and not why_unlike(each):
                 frozen[name], trained = each, trained - each.nbytes
         for name, each in self._module.named_buffers():
             if name.rpartition(".")[0] not in self._norms:
@@ -170,7 +169,7 @@ class DummyForward:
         self._calls, self._changed, self.is_kept, self._at_start = [], set[str](), False, {}
         for own in self._own_tensors():
             for name, each in own.items():
-                if is_plain(each) and (self._compares or isinstance(each, torch.nn.Parameter)):
+                if not why_unlike(each) and (self._compares or isinstance(each, torch.nn.Parameter)):
                     self._at_start[name] = _checksum(each) if self._compares else 0
         if self._channel.place.step.is_dummy:
             self._watch_parts()

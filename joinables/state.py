@@ -20,10 +20,10 @@ rank has its own buffers.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from numbers import Integral, Real
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -51,12 +51,10 @@ class OptimizerState(Silent):
     """Adapter that copies an optimizer's state in place, when the block ends, to the ranks that ran out of data early.
 
     Args:
-        optimizer: The optimizer.
+        target: The optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-        self._optimizer = optimizer
+    _target: torch.optim.Optimizer
 
     @override
     def attach(self, join: Join) -> None:
@@ -66,7 +64,7 @@ class OptimizerState(Silent):
         modules = [target for target in targets if isinstance(target, DistributedDataParallel)]
         self._ignored = {id(parameter) for module in modules for parameter in parameters_of_each_rank(module)}
         """The ids of parameters that a listed DDP module ignores, so that each rank has its own."""
-        self._handles = [self._optimizer.register_step_pre_hook(self._before_step)]
+        self._handles = [self._target.register_step_pre_hook(self._before_step)]
         self._rates: array[float] = array("d")
         self.own_rates = self._rates
 
@@ -84,9 +82,9 @@ class OptimizerState(Silent):
             channel.scaling.refuse_step(self, step)
         if not step.in_loop:
             self.own_steps += 1
-            self._rates.append(rate_of(self._optimizer.param_groups))
+            self._rates.append(rate_of(self._target.param_groups))
             return
-        for group in self._optimizer.param_groups:
+        for group in self._target.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._ignored:  # the step changes something
                     self._steps_in_loops += 1
@@ -96,18 +94,18 @@ class OptimizerState(Silent):
 
     @override
     def held(self) -> Iterable[Part]:
-        return parts_of_optimizer(self._optimizer, self.join_name, parameters_of(self._optimizer))
+        return parts_of_optimizer(self._target, self.join_name, parameters_of(self._target))
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        return group_values(self._optimizer.param_groups, on_cpu=True)
+        return group_values(self._target.param_groups, on_cpu=True)
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
-        values = group_values(self._optimizer.param_groups)
+        values = group_values(self._target.param_groups)
         values[STEPS_IN_LOOPS] = self._steps_in_loops
         counts: dict[torch.device, dict[str, torch.Tensor]] = {}  # by the device, and the name of the value
-        for index, state in self._states(parameters_of(self._optimizer)).items():
+        for index, state in self._states(parameters_of(self._target)).items():
             name, count = f"step count of parameter {index}", state.get("step") if hasattr(state, "get") else None
             if isinstance(count, torch.Tensor) and count.numel() == 1:
                 counts.setdefault(count.device, {})[name] = count.detach().reshape(()).double()
@@ -121,7 +119,7 @@ class OptimizerState(Silent):
 
     @override
     def exchange(self, source: int) -> Exchange:
-        groups, parameters = self._optimizer.param_groups, parameters_of(self._optimizer)
+        groups, parameters = self._target.param_groups, parameters_of(self._target)
         shapes = str([[tuple(parameter.shape) for parameter in group["params"]] for group in groups])
         entries = {"groups": without_params(groups), **self._states(parameters)}
         why_not, own = unlike_others(parameters), dict[Any, Packed]()
@@ -151,7 +149,7 @@ class OptimizerState(Silent):
                 del group[name]
             group.update(values)
         for key, packed in theirs.items():
-            self._optimizer.state[parameters[key] if isinstance(key, int) else key] = unpack(packed, parameters)
+            self._target.state[parameters[key] if isinstance(key, int) else key] = unpack(packed, parameters)
 
     def _why_not(self, own: Mapping[Any, Any], theirs: Mapping[Any, Any], own_shapes: str, their_shapes: str) -> str:
         """Return the reason why this rank cannot load the state of the last joiner; "" if it can."""
@@ -171,7 +169,7 @@ class OptimizerState(Silent):
         """
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         states: dict[Any, Any] = {}
-        held = cast("dict[Any, Any]", self._optimizer.state)
+        held = cast("dict[Any, Any]", self._target.state)
         for key, state in held.items():
             if not isinstance(key, torch.Tensor):
                 states[key] = state
@@ -180,32 +178,18 @@ class OptimizerState(Silent):
         return states
 
 
-class Stateful(Protocol):
-    """Object with ``state_dict`` and ``load_state_dict``."""
-
-    def state_dict(self) -> Any:
-        """Return the state, as nested containers of tensors and picklable values."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load a state."""
-
-
 class Loaded(Silent):
     """Adapter that copies an object's state, when the block ends, to the ranks that ran out of data early.
 
     Args:
-        stateful: The object.
+        target: The object, with ``state_dict`` and ``load_state_dict``.
     """
-
-    def __init__(self, stateful: Stateful) -> None:
-        super().__init__(stateful)
-        self._stateful = stateful
 
     @override
     def exchange(self, source: int) -> Exchange:
         state, why_not = None, ""
         try:
-            state = self._stateful.state_dict()  # on other ranks, its tensors receive the state
+            state = self._target.state_dict()  # on other ranks, its tensors receive the state
             why_not = unlike_others(pytree.tree_leaves(state))
         except Exception as failure:
             why_not = f"it has no state: {described(failure)}"
@@ -213,7 +197,7 @@ class Loaded(Silent):
         received = inbox.fill(inbox.skeleton, state)
         yield why_not if self._collective.rank == source else ""
         if self._collective.rank != source:
-            self._stateful.load_state_dict(received)
+            self._target.load_state_dict(received)
 
 
 class SchedulerState(Loaded):
@@ -221,7 +205,7 @@ class SchedulerState(Loaded):
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        scaler = self._stateful
+        scaler = self._target
         if not isinstance(scaler, torch.amp.GradScaler):
             return plain_values(scaler.state_dict(), on_cpu=True)
         numbers = scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval
@@ -229,7 +213,7 @@ class SchedulerState(Loaded):
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
-        return plain_values(self._stateful.state_dict())
+        return plain_values(self._target.state_dict())
 
 
 class State(Loaded):
@@ -237,27 +221,27 @@ class State(Loaded):
 
     @override
     def held(self) -> Iterable[Part]:
-        if parameters := parameters_of(self._stateful):
-            return parts_of_optimizer(self._stateful, self.join_name, parameters)
+        if parameters := parameters_of(self._target):
+            return parts_of_optimizer(self._target, self.join_name, parameters)
         state: Any = {}
         with suppress(Exception):  # the copy says why it has no state
-            state = self._stateful.state_dict()
+            state = self._target.state_dict()
         values = {text_of(path): leaf for path, leaf in leaves_of(state) if type(leaf) in PLAIN}
         tensors = sampled(self._tensors(state, self._shapes_of_buffers())[1], "state")
         return Part(self.join_name, values, None), Part(self.join_name, tensors, None, is_required=True)
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        return group_values(groups_of(self._stateful), on_cpu=True)
+        return group_values(groups_of(self._target), on_cpu=True)
 
     @override
     def synchronise_own(self, source: int) -> None:
         if shapes := self._shapes_of_buffers():
-            state = self._stateful.state_dict()
+            state = self._target.state_dict()
             matching, _ = self._tensors(state, shapes)
             if matching:
                 broadcast_tensors(self._collective, matching, source)
-                self._stateful.load_state_dict(state)  # in case state_dict returned copies
+                self._target.load_state_dict(state)  # in case state_dict returned copies
 
     def _shapes_of_buffers(self) -> dict[str, torch.Size]:
         """Return the shapes of the buffers of all listed modules, and of wrapped modules, by name."""
@@ -273,7 +257,7 @@ class State(Loaded):
         matching, others = list[torch.Tensor](), list[torch.Tensor]()
         for path, leaf in leaves_of(state):
             if isinstance(leaf, torch.Tensor):
-                is_own = is_plain(leaf) and shapes.get(path[-1] if path else None) == leaf.shape
+                is_own = not why_unlike(leaf) and shapes.get(path[-1] if path else None) == leaf.shape
                 (matching if is_own else others).append(leaf)
         return matching, others
 
@@ -281,9 +265,8 @@ class State(Loaded):
 class ModuleState(Loaded):
     """Adapter of a module that is not trained, such as an EMA copy, or that another listed module contains."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(module)
-        self._unreduced = set[int]()  # the ids of its parameters that no listed object reduces
+    _unreduced: Set[int] = frozenset[int]()
+    """The ids of its parameters that no listed object reduces."""
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
@@ -326,7 +309,7 @@ class ModuleState(Loaded):
 
     @override
     def own_tensors(self) -> Sequence[torch.Tensor]:
-        return [buffer for buffer in self._target.buffers() if is_plain(buffer)]
+        return [buffer for buffer in self._target.buffers() if not why_unlike(buffer)]
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
@@ -399,11 +382,6 @@ def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
 def unlike_others(leaves: Iterable[object]) -> str:
     """Return the reason why one of these tensors cannot be sent, such as a shard of several ranks; "" if all can."""
     return next(filter(None, (why_unlike(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))), "")
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is dense, and not of a subclass."""
-    return not why_unlike(tensor)
 
 
 def rate_of(groups: Sequence[Mapping[str, Any]]) -> float:

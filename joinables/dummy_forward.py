@@ -71,6 +71,7 @@ class DummyForward:
         self._norms = synchronised_norms(module)
         self._calls: list[Arguments] = []  # the calls of the last step with data in the current loop, in order
         self._step, self._number = PLAIN, 0  # the step of the last call, and the number of its calls so far
+        self._has_any = False  # whether there were own tensors in the last forward on a dummy
         self.is_kept = False
         """Whether own tensors were copied for the current forward or backward on a dummy, and are not restored yet."""
         self._copies: dict[str, torch.Tensor] = {}
@@ -144,14 +145,13 @@ class DummyForward:
         own, self._large = self._own_tensors()
         self._copies = {name: each.detach().clone() for name, each in own.items()}
         self._writes = writes_to(self._large.values()) if self._large else []
-        self.is_kept = bool(own or self._large)
+        self.is_kept = self._has_any = bool(own or self._large)
 
     def keep_in_backward(self) -> None:
         """Copy and restore them around the current backward, in which checkpointed layers run their forward again."""
-        if not self.is_kept:
+        if self._has_any and not self.is_kept:
             self.keep()
-            if self.is_kept:
-                after_backward(self.restore)
+            after_backward(self.restore)
 
     def restore(self) -> None:
         """Undo the writes to the own tensors since they were copied."""
@@ -258,6 +258,7 @@ class InnerForward(DummyForward, Uncopied):
         super().__init__(module, channel, not_whole, compares=False)
         self.original = module.forward
         self._refuses_empty = False  # whether the module cannot take an empty batch
+        self._taken = set[int]()  # the numbers of calls in a step that took one, so that nothing has to be undone
 
     def put(self) -> None:
         """Replace the next forward, at the beginning of a loop over ``Join.iterate`` or when this rank's data ends."""
@@ -289,9 +290,11 @@ class InnerForward(DummyForward, Uncopied):
     def _run_on_dummy(self, arguments: Arguments) -> Any:
         args, kwargs = arguments
         if not self._refuses_empty:
-            undo, drawn = kept_attributes(self._module), generators.capture()
+            undo, drawn = bool, dict[str, Any]()
+            if self._number not in self._taken:
+                undo, drawn = kept_attributes(self._module), generators.capture()
             try:
-                return self.original(*args, **kwargs)
+                output = self.original(*args, **kwargs)
             except Exception as error:
                 if is_broken(error):
                     raise  # another rank has failed
@@ -300,5 +303,8 @@ class InnerForward(DummyForward, Uncopied):
                 generators.restore(drawn)
                 self.restore()
                 self.keep()
+            else:
+                self._taken.add(self._number)
+                return output
         args, kwargs = self.instead_of(arguments)
         return emptied_output(self.original(*args, **kwargs))

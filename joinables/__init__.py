@@ -28,7 +28,7 @@ from joinables.loss_gate import LossGate
 from joinables.metrics import joinable_of_metric
 from joinables.over_ranks import Mean, steps
 from joinables.own_collectives import ShardedModule, is_dtensor, is_sharded
-from joinables.state import ModuleState, OptimizerState, State
+from joinables.state import ModuleState, OptimizerState, SchedulerState, State
 from joinables.wrapped import holds_optimizers, unwrapped
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
 
 
 register_joinable(object, _through_wrappers(State))
+register_joinable(torch.optim.lr_scheduler.LRScheduler, SchedulerState)
+register_joinable(torch.amp.GradScaler, SchedulerState)
 register_joinable(torch.nn.Module, _through_wrappers(_joinables_of_module))
 register_joinable(torch.optim.Optimizer, _through_wrappers(_joinables_of_optimizer))
 register_joinable(TorchJoinableBase, TorchJoinable)

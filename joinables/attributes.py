@@ -3,14 +3,15 @@
 These are parts for ``join.held``, which copies and compares them. An optimizer may count its steps in an attribute, or
 keep momentum in a list or in an object of its own: :func:`parts_of_optimizer` returns all its attributes, and those of
 the objects in them. A module may count its forwards: :func:`parts_of_module` returns its numbers, flags and texts, and
-its extra state.
+its extra state. :func:`kept_attributes` undoes what a forward that raised has written.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from enum import Enum
 from functools import cache, partial
 from itertools import islice, zip_longest
@@ -24,9 +25,9 @@ from join.held import CONTAINERS, LARGEST, PLAIN, Holder, Part, is_larger
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes of every module, such as ``training``, which the loop sets."""
-_FOLLOWED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_OBJECTS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.nn.Module)
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, partial)
-_VALUES = (torch.Tensor, Enum, dict, *CONTAINERS)
+_VALUES = (torch.Tensor, Enum, type)
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy"})
 _MOST_PARTS = 100
 
@@ -126,15 +127,11 @@ def _objects_in(value: Any) -> Iterator[Any]:
     values = [] if is_larger(value, LARGEST) else [value]
     while values:
         each = values.pop()
-        if isinstance(each, _VALUES):
-            if isinstance(each, dict):
-                values += cast("dict[Any, Any]", each).values()
-            elif isinstance(each, CONTAINERS):
-                values += cast("Iterable[Any]", each)
-        elif hasattr(each, "__dict__") and not isinstance(each, _CODE):
-            is_own = type(each).__module__.partition(".")[0] not in _LIBRARIES
-            if is_own or isinstance(each, (torch.nn.Module, *_FOLLOWED)):
-                yield each
+        is_own = type(each).__module__.partition(".")[0] not in _LIBRARIES
+        if isinstance(each, (dict, *CONTAINERS)):
+            values += cast("Iterable[Any]", each.values() if isinstance(each, dict) else each)
+        elif isinstance(each, _OBJECTS) or (is_own and hasattr(each, "__dict__") and not isinstance(each, _VALUES)):
+            yield each
 
 
 def parts_of_module(module: torch.nn.Module, name: str) -> Iterator[Part]:
@@ -158,6 +155,31 @@ def parts_of_module(module: torch.nn.Module, name: str) -> Iterator[Part]:
             except Exception:  # it has none yet
                 continue
             yield Part(own, {"extra state": extra}, partial(_load_extra, part))
+
+
+def kept_attributes(module: torch.nn.Module) -> Callable[[], None]:
+    """Return a function that restores the attributes of a module and its parts, and the containers in them.
+
+    Tensors that are written in place, containers over 1 MiB, and objects of other classes stay as they are.
+    """
+    kept = list[tuple[torch.nn.Module, dict[str, Any]]]()
+    for part in module.modules():
+        held = {key: value for key, value in vars(part).items() if key not in _OF_MODULES or type(value) in PLAIN}
+        kept.append((part, {key: value if type(value) in PLAIN else _copied(value) for key, value in held.items()}))
+
+    def restore() -> None:
+        for part, values in kept:
+            for key in vars(part).keys() - values.keys() - _OF_MODULES:
+                del vars(part)[key]
+            _load(part, values)
+
+    return restore
+
+
+def _copied(value: Any) -> Any:
+    """Return a value with copies of the containers in it."""
+    is_copied = isinstance(value, (dict, *CONTAINERS)) and not is_larger(value, LARGEST)
+    return cast("Any", pytree.tree_map_only(set, copy, value) if is_copied else value)
 
 
 def _load_extra(part: torch.nn.Module, values: Mapping[str, Any]) -> None:

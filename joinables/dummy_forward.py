@@ -5,7 +5,8 @@ the arguments of its last call with data in this loop. If the rank had no data i
 of ones. It returns the outputs with length 0 (a number, such as a loss, becomes 0), and backward through them produces
 gradients of 0. Each rank does this by itself, without sending anything.
 
-A DDP module is called with the empty batch first, since its forward has sent nothing when it raises. A sharded module
+A DDP module is called with the empty batch first, since its forward has sent nothing when it raises. Its attributes and
+the global random generators are then as they were before, so that a step counts once and draws once. A sharded module
 may have issued some of its collectives by then, so it is never called with an empty batch.
 
 *Own tensors.* A forward on a dummy leaves no trace in the tensors that this rank holds whole: its own tensors. These
@@ -31,18 +32,18 @@ from zlib import crc32
 
 import torch
 
-from join import JoinError, ProtocolError
+from join import JoinError, ProtocolError, generators
 from join.batch import PLAIN, has_empty_tensor, map_tensors, tensors_in
 from join.collectives import Collective
 from join.collectives._torch_private import Writes, after_backward, writes_to
 from join.collectives.base import as_bytes
 from join.collectives.broken import is_broken
 from join.protocol.channel import Channel
-from join.transfer import broadcast_tree
+from join.transfer import broadcast_tree, why_unlike
 from joinables._torch import reducer
 from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled, uncompiled
+from joinables.attributes import kept_attributes
 from joinables.modules import ModuleHook, Uncopied, hides_tensors, run_uncompiled, synchronised_norms, zero_of
-from joinables.state import is_plain
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -124,7 +125,7 @@ class DummyForward:
         for name, each in self._module.named_parameters() if has_frozen else ():  # the names take long
             if each.requires_grad:
                 trained += each.nbytes
-            elif name not in self._not_whole and is_plain(each):
+            elif name not in self._not_whole and not why_unlike(each):
                 frozen[name], trained = each, trained - each.nbytes
         for name, each in self._module.named_buffers():
             if name.rpartition(".")[0] not in self._norms:
@@ -168,7 +169,7 @@ class DummyForward:
         self._calls, self._changed, self.is_kept, self._at_start = [], set[str](), False, {}
         for own in self._own_tensors():
             for name, each in own.items():
-                if is_plain(each) and (self._compares or isinstance(each, torch.nn.Parameter)):
+                if not why_unlike(each) and (self._compares or isinstance(each, torch.nn.Parameter)):
                     self._at_start[name] = _checksum(each) if self._compares else 0
         if self._channel.place.step.is_dummy:
             self._watch_parts()
@@ -257,6 +258,7 @@ class InnerForward(DummyForward, Uncopied):
         super().__init__(module, channel, not_whole, compares=False)
         self.original = module.forward
         self._refuses_empty = False  # whether the module cannot take an empty batch
+        self._taken = set[int]()  # the numbers of calls in a step that took one, so that nothing has to be undone
 
     def put(self) -> None:
         """Replace the next forward, at the beginning of a loop over ``Join.iterate`` or when this rank's data ends."""
@@ -288,13 +290,21 @@ class InnerForward(DummyForward, Uncopied):
     def _run_on_dummy(self, arguments: Arguments) -> Any:
         args, kwargs = arguments
         if not self._refuses_empty:
+            undo, drawn = bool, dict[str, Any]()
+            if self._number not in self._taken:
+                undo, drawn = kept_attributes(self._module), generators.capture()
             try:
-                return self.original(*args, **kwargs)
+                output = self.original(*args, **kwargs)
             except Exception as error:
                 if is_broken(error):
                     raise  # another rank has failed
                 self._refuses_empty = True
-                self.restore()  # the attempt may have written before it raised
+                undo()  # the attempt may have written, counted and drawn before it raised
+                generators.restore(drawn)
+                self.restore()
                 self.keep()
+            else:
+                self._taken.add(self._number)
+                return output
         args, kwargs = self.instead_of(arguments)
         return emptied_output(self.original(*args, **kwargs))

@@ -20,10 +20,10 @@ rank has its own buffers.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from numbers import Integral, Real
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -51,12 +51,10 @@ class OptimizerState(Silent):
     """Adapter that copies an optimizer's state in place, when the block ends, to the ranks that ran out of data early.
 
     Args:
-        optimizer: The optimizer.
+        target: The optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-        self._optimizer = optimizer
+    _target: torch.optim.Optimizer
 
     @override
     def attach(self, join: Join) -> None:
@@ -66,7 +64,7 @@ class OptimizerState(Silent):
         modules = [target for target in targets if isinstance(target, DistributedDataParallel)]
         self._ignored = {id(parameter) for module in modules for parameter in parameters_of_each_rank(module)}
         """The ids of parameters that a listed DDP module ignores, so that each rank has its own."""
-        self._handles = [self._optimizer.register_step_pre_hook(self._before_step)]
+        self._handles = [self._target.register_step_pre_hook(self._before_step)]
         self._rates: array[float] = array("d")
         self.own_rates = self._rates
 
@@ -84,9 +82,9 @@ class OptimizerState(Silent):
             channel.scaling.refuse_step(self, step)
         if not step.in_loop:
             self.own_steps += 1
-            self._rates.append(rate_of(self._optimizer.param_groups))
+            self._rates.append(rate_of(self._target.param_groups))
             return
-        for group in self._optimizer.param_groups:
+        for group in self._target.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._ignored:  # the step changes something
                     self._steps_in_loops += 1
@@ -96,36 +94,34 @@ class OptimizerState(Silent):
 
     @override
     def held(self) -> Iterable[Part]:
-        return parts_of_optimizer(self._optimizer, self.join_name, parameters_of(self._optimizer))
+        return parts_of_optimizer(self._target, self.join_name, parameters_of(self._target))
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        return group_values(self._optimizer.param_groups, on_cpu=True)
+        return group_values(self._target.param_groups, on_cpu=True)
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
-        values = group_values(self._optimizer.param_groups)
+        values = group_values(self._target.param_groups)
         values[STEPS_IN_LOOPS] = self._steps_in_loops
-        counts: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the device, and the index of the parameter
-        for index, state in self._states(parameters_of(self._optimizer)).items():
-            count: Any = state.get("step") if hasattr(state, "get") else None
+        counts: dict[torch.device, dict[str, torch.Tensor]] = {}  # by the device, and the name of the value
+        for index, state in self._states(parameters_of(self._target)).items():
+            name, count = f"step count of parameter {index}", state.get("step") if hasattr(state, "get") else None
             if isinstance(count, torch.Tensor) and count.numel() == 1:
-                counts.setdefault(count.device, {})[index] = count.detach().reshape(())
+                counts.setdefault(count.device, {})[name] = count.detach().reshape(()).double()
             elif isinstance(count, (int, float)):
-                values[f"step count of parameter {index}"] = float(count)
+                values[name] = float(count)
         for on_device in counts.values():  # one host synchronisation for each device
-            steps = cast("list[float]", torch.stack([count.double() for count in on_device.values()]).tolist())
-            values |= {f"step count of parameter {index}": step for index, step in zip(on_device, steps, strict=True)}
+            values |= zip(on_device, cast("list[float]", torch.stack([*on_device.values()]).tolist()), strict=True)
         return values
 
     # -- copying ------------------------------------------------------------------------------------------------------
 
     @override
     def exchange(self, source: int) -> Exchange:
-        groups, parameters = self._optimizer.param_groups, parameters_of(self._optimizer)
+        groups, parameters = self._target.param_groups, parameters_of(self._target)
         shapes = str([[tuple(parameter.shape) for parameter in group["params"]] for group in groups])
-        entries: dict[Any, Any] = {f"group {index}": group for index, group in enumerate(without_params(groups))}
-        entries |= self._states(parameters)
+        entries = {"groups": without_params(groups), **self._states(parameters)}
         why_not, own = unlike_others(parameters), dict[Any, Packed]()
         try:
             known = numbered(parameters)
@@ -143,20 +139,17 @@ class OptimizerState(Silent):
         if self._collective.rank == source or inbox.keeps or why_not or refused:
             yield why_not
             return
-        first = next(iter(parameters), None)
-        likes = {f"group {index}": next(iter(group["params"]), first) for index, group in enumerate(groups)}
-        likes |= dict(enumerate(parameters))
         for key, (data, tensors) in theirs.items():
             mine = own[key].tensors if key in own else ()
-            theirs[key] = Packed(data, inbox.receive(tensors, mine, likes.get(key, first)))
+            like = parameters[key] if isinstance(key, int) else next(iter(parameters), None)
+            theirs[key] = Packed(data, inbox.receive(tensors, mine, like))
         yield ""
-        for index, group in enumerate(groups):
-            values = unpack(theirs.pop(f"group {index}"), parameters)
+        for group, values in zip(groups, unpack(theirs.pop("groups"), parameters), strict=True):
             for name in group.keys() - values.keys() - {"params"}:
                 del group[name]
             group.update(values)
         for key, packed in theirs.items():
-            self._optimizer.state[parameters[key] if isinstance(key, int) else key] = unpack(packed, parameters)
+            self._target.state[parameters[key] if isinstance(key, int) else key] = unpack(packed, parameters)
 
     def _why_not(self, own: Mapping[Any, Any], theirs: Mapping[Any, Any], own_shapes: str, their_shapes: str) -> str:
         """Return the reason why this rank cannot load the state of the last joiner; "" if it can."""
@@ -176,7 +169,7 @@ class OptimizerState(Silent):
         """
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         states: dict[Any, Any] = {}
-        held = cast("dict[Any, Any]", self._optimizer.state)
+        held = cast("dict[Any, Any]", self._target.state)
         for key, state in held.items():
             if not isinstance(key, torch.Tensor):
                 states[key] = state
@@ -185,59 +178,18 @@ class OptimizerState(Silent):
         return states
 
 
-class Stateful(Protocol):
-    """Object with ``state_dict`` and ``load_state_dict``."""
-
-    def state_dict(self) -> Any:
-        """Return the state, as nested containers of tensors and picklable values."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load a state."""
-
-
-class State(Silent):
+class Loaded(Silent):
     """Adapter that copies an object's state, when the block ends, to the ranks that ran out of data early.
 
     Args:
-        stateful: The object.
+        target: The object, with ``state_dict`` and ``load_state_dict``.
     """
-
-    def __init__(self, stateful: Stateful) -> None:
-        super().__init__(stateful)
-        self._stateful = stateful
-
-    @override
-    def held(self) -> Iterable[Part]:
-        stateful, name = self._stateful, self.join_name
-        if is_compared(stateful):
-            return ()
-        if parameters := parameters_of(stateful):
-            return parts_of_optimizer(stateful, name, parameters)
-        leaves = list[tuple[tuple[Any, ...], Any]]()
-        with suppress(Exception):  # the copy says why it has no state
-            leaves = flattened(stateful.state_dict())
-        names = self._names_of_buffers()
-        tensors = [leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and _name_in(path) not in names]
-        values = {pytree.keystr(path): leaf for path, leaf in leaves if type(leaf) in PLAIN}
-        return Part(name, values, None), Part(name, sampled(tensors, "state"), None, is_required=True)
-
-    @override
-    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        if isinstance(self._stateful, torch.amp.GradScaler):  # whose state may be on a device
-            scaler = self._stateful
-            numbers = scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval
-            return {number.__name__.removeprefix("get_"): number() for number in numbers if scaler.is_enabled()}
-        if is_compared(self._stateful):
-            return plain_values(self._stateful.state_dict(), on_cpu=True)
-        groups: Any = getattr(self._stateful, "param_groups", ())
-        # A wrapper of optimizers has groups. Another object may have a method of this name.
-        return group_values(() if callable(groups) else groups, on_cpu=True)
 
     @override
     def exchange(self, source: int) -> Exchange:
         state, why_not = None, ""
         try:
-            state = self._stateful.state_dict()  # on other ranks, its tensors receive the state
+            state = self._target.state_dict()  # on other ranks, its tensors receive the state
             why_not = unlike_others(pytree.tree_leaves(state))
         except Exception as failure:
             why_not = f"it has no state: {described(failure)}"
@@ -245,24 +197,53 @@ class State(Silent):
         received = inbox.fill(inbox.skeleton, state)
         yield why_not if self._collective.rank == source else ""
         if self._collective.rank != source:
-            self._stateful.load_state_dict(received)
+            self._target.load_state_dict(received)
+
+
+class SchedulerState(Loaded):
+    """Adapter of a scheduler or a ``GradScaler``, whose state is equal on all ranks after equal steps."""
+
+    @override
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        scaler = self._target
+        if not isinstance(scaler, torch.amp.GradScaler):
+            return plain_values(scaler.state_dict(), on_cpu=True)
+        numbers = scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval
+        return {number.__name__.removeprefix("get_"): number() for number in numbers if scaler.is_enabled()}
+
+    @override
+    def equal_values(self) -> Mapping[str, Any]:
+        return plain_values(self._target.state_dict())
+
+
+class State(Loaded):
+    """Adapter of an object whose state may differ between ranks, such as an EMA copy or a wrapper of optimizers."""
+
+    @override
+    def held(self) -> Iterable[Part]:
+        if parameters := parameters_of(self._target):
+            return parts_of_optimizer(self._target, self.join_name, parameters)
+        state: Any = {}
+        with suppress(Exception):  # the copy says why it has no state
+            state = self._target.state_dict()
+        values = {text_of(path): leaf for path, leaf in leaves_of(state) if type(leaf) in PLAIN}
+        tensors = sampled(self._tensors(state, self._shapes_of_buffers())[1], "state")
+        return Part(self.join_name, values, None), Part(self.join_name, tensors, None, is_required=True)
+
+    @override
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        return group_values(groups_of(self._target), on_cpu=True)
 
     @override
     def synchronise_own(self, source: int) -> None:
-        stateful, names = self._stateful, self._names_of_buffers()
-        if isinstance(stateful, torch.nn.Module) or not names or is_compared(stateful):
-            return
-        state = stateful.state_dict()
-        matching: list[torch.Tensor] = []
-        for path, leaf in flattened(state):
-            name = _name_in(path)
-            if isinstance(leaf, torch.Tensor) and is_plain(leaf) and name in names and leaf.shape == names[name]:
-                matching.append(leaf)
-        if matching:
-            broadcast_tensors(self._collective, matching, source)
-            stateful.load_state_dict(state)  # in case state_dict returned copies
+        if shapes := self._shapes_of_buffers():
+            state = self._target.state_dict()
+            matching, _ = self._tensors(state, shapes)
+            if matching:
+                broadcast_tensors(self._collective, matching, source)
+                self._target.load_state_dict(state)  # in case state_dict returned copies
 
-    def _names_of_buffers(self) -> dict[str, torch.Size]:
+    def _shapes_of_buffers(self) -> dict[str, torch.Size]:
         """Return the shapes of the buffers of all listed modules, and of wrapped modules, by name."""
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
         modules = [target for target in targets if isinstance(target, torch.nn.Module)]
@@ -270,17 +251,22 @@ class State(Silent):
         modules += [module for module in inside if isinstance(module, torch.nn.Module)]
         return {name: buffer.shape for module in modules for name, buffer in module.named_buffers()}
 
-    @override
-    def equal_values(self) -> Mapping[str, Any]:
-        return plain_values(self._stateful.state_dict()) if is_compared(self._stateful) else {}
+    @staticmethod
+    def _tensors(state: Any, shapes: Mapping[Any, torch.Size]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tensors that match buffers by name and shape, which each rank has for itself, and the others."""
+        matching, others = list[torch.Tensor](), list[torch.Tensor]()
+        for path, leaf in leaves_of(state):
+            if isinstance(leaf, torch.Tensor):
+                is_own = not why_unlike(leaf) and shapes.get(path[-1] if path else None) == leaf.shape
+                (matching if is_own else others).append(leaf)
+        return matching, others
 
 
-class ModuleState(State):
+class ModuleState(Loaded):
     """Adapter of a module that is not trained, such as an EMA copy, or that another listed module contains."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(module)
-        self._unreduced = set[int]()  # the ids of its parameters that no listed object reduces
+    _unreduced: Set[int] = frozenset[int]()
+    """The ids of its parameters that no listed object reduces."""
 
     @override
     def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
@@ -323,7 +309,7 @@ class ModuleState(State):
 
     @override
     def own_tensors(self) -> Sequence[torch.Tensor]:
-        return [buffer for buffer in self._target.buffers() if is_plain(buffer)]
+        return [buffer for buffer in self._target.buffers() if not why_unlike(buffer)]
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
@@ -339,11 +325,15 @@ def group_values(groups: Sequence[Mapping[str, Any]], *, on_cpu: bool = False) -
     return values
 
 
+def groups_of(obj: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the parameter groups of an optimizer, or of a wrapper of one; none for another object."""
+    groups: Any = getattr(obj, "param_groups", ())
+    return () if callable(groups) else groups  # a method of another object may have this name
+
+
 def parameters_of(obj: Any) -> list[torch.nn.Parameter]:
     """Return the parameters in all groups of an optimizer; an empty list for an object without groups."""
-    groups: Any = getattr(obj, "param_groups", ())
-    groups = () if callable(groups) else groups  # a method of another object may have this name
-    return [parameter for group in groups for parameter in group["params"]]
+    return [parameter for group in groups_of(obj) for parameter in group["params"]]
 
 
 def without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -351,24 +341,24 @@ def without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: group[name] for name in sorted(group.keys() - {"params"})} for group in groups]
 
 
-def is_compared(stateful: object) -> bool:
-    """Return whether an object has equal state on all ranks after equal steps, as a scheduler or a scaler does."""
-    return isinstance(stateful, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler))
-
-
 def shapes_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
     """Return the shapes of a module's buffers, which are equal on all ranks, as values to compare."""
     return {f"shape of buffer {name}": list(buffer.shape) for name, buffer in buffers.items()}
 
 
-def _name_in(path: Sequence[Any]) -> Any:
-    """Return the last name in the path of a leaf."""
-    return getattr(path[-1], "key", None) if path else None
+def leaves_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the leaves of nested dicts, lists and tuples, each with its path; faster than torch's function."""
+    if isinstance(tree, (dict, list, tuple)):
+        keyed = cast("dict[Any, Any]", tree).items() if isinstance(tree, dict) else enumerate(cast("list[Any]", tree))
+        for key, each in keyed:
+            yield from leaves_of(each, (*path, key))
+    else:
+        yield path, tree
 
 
-def flattened(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return the leaves of nested containers, each with its path."""
-    return pytree.tree_flatten_with_path(tree)[0]
+def text_of(path: Sequence[Any]) -> str:
+    """Return the path of a leaf as a text, as in ``['betas'][0]``."""
+    return "".join(f"[{key!r}]" for key in path)
 
 
 def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
@@ -379,27 +369,19 @@ def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
         on_cpu: Whether to skip tensors on other devices, for which the host would wait.
     """
     values: dict[str, Any] = {}
-    if type(tree) is dict:
-        held = cast("dict[Any, Any]", tree)
-        tree = {name: leaf for name, leaf in held.items() if type(leaf) not in PLAIN}  # a path of each would take long
-        values = {f"[{name!r}]": leaf for name, leaf in held.items() if name not in tree and leaf is not None}
-    for path, leaf in flattened(tree):
+    for path, leaf in leaves_of(tree):
         is_read = isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and (leaf.is_cpu or not on_cpu)
         value = leaf.item() if is_read else leaf
-        if isinstance(value, (Real, complex, str)):  # also a number of numpy
-            is_rounded = isinstance(value, Real) and not isinstance(value, Integral)
-            values[pytree.keystr(path)] = float(cast("float", value)) if is_rounded else value
+        if type(value) not in PLAIN and isinstance(value, Real) and not isinstance(value, Integral):
+            value = float(cast("float", value))  # a number of numpy
+        if value is not None and (type(value) in PLAIN or isinstance(value, (Integral, complex, str))):
+            values[text_of(path)] = value
     return values
 
 
 def unlike_others(leaves: Iterable[object]) -> str:
     """Return the reason why one of these tensors cannot be sent, such as a shard of several ranks; "" if all can."""
     return next(filter(None, (why_unlike(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))), "")
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is dense, and not of a subclass."""
-    return not why_unlike(tensor)
 
 
 def rate_of(groups: Sequence[Mapping[str, Any]]) -> float:

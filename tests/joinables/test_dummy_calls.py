@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -94,3 +97,50 @@ def test_a_loop_with_longer_rows_than_the_one_before(pool: Pool) -> None:
     zero, one = pool.run(grows, ((2, 2), (2, 3), (0, 2), (1, 1)), ranks=2)
     assert zero == ([[(17, 1)] * 2, [(17, 2)] * 2 + [(0, 2)], [(0, 3)] * 2, [(17, 4)]], 1)
     assert one == ([[(17, 1)] * 2, [(17, 2)] * 3, [(17, 3)] * 2, [(17, 4)]], 1)
+
+
+class Writes(nn.Module):
+    """Counts and draws in its forward, and refuses an empty batch only then."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count, self.log = nn.Linear(2, 1), 0, list[Any]()
+        self.drawn: dict[str, list[float]] = {"torch": [], "python": [], "numpy": []}
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count, self.seen = self.count + 1, self.seen + 1
+        self.log.append((self.count, self.seen.item()))
+        for name, draw in {"torch": torch.rand(()).item, "python": random.random, "numpy": np.random.rand}.items():
+            self.drawn[name].append(draw())
+        if not len(x):
+            vars(self.layer)["refused"] = True
+            raise ValueError("no rows")
+        return self.layer(x)
+
+    def written(self) -> list[Any]:
+        return [self.count, self.log, self.drawn, self.seen.item(), hasattr(self.layer, "refused")]
+
+
+def writes(rank: int, counts: tuple[int, ...]) -> list[Any]:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    module = Writes()
+    log, ddp = module.log, DistributedDataParallel(module)
+    for epoch in range(2):
+        with Join([ddp], divide_by_initial_world_size=False) as join:
+            for x in join.iterate([torch.randn(4, 2, generator=torch.Generator())] * counts[rank - epoch]):
+                ddp(x).sum().backward()
+    assert module.log is log  # which others may hold
+    return module.written()
+
+
+def test_an_attempt_that_raises_leaves_no_trace(pool: Pool) -> None:
+    """A step counts and draws once on each rank, as in a single process; rank 2, then rank 0, is without data."""
+    [expected] = pool.run(writes, (6, 0), ranks=1)
+    assert expected[:2] == [6, [(count, count) for count in range(1, 7)]]
+    for written in pool.run(writes, (1, 3, 0)):
+        assert written == expected

@@ -447,6 +447,7 @@ def apart(rank: int, kind: str, way: str, counts: tuple[int, ...]) -> str:
         ("sgd", r"number of steps made .* of SGD is 1 on rank 0, 3 on rank 1, 2 on rank 2"),
         ("scaler", r"\['scale'\] of GradScaler is 16.0 on rank 0, 64.0 on rank 1, 32.0 on rank 2"),
     ],
+    ids=["rate", "plateau", "counter", "adam", "sgd", "scaler"],
 )
 def test_ranks_that_do_not_hold_the_same_are_an_error(pool: Pool, way: str, kind: str, what: str) -> None:
     depends_on_dummies = kind in ("adam", "sgd", "scaler")

@@ -493,6 +493,18 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/state.py",
+        "(matching if is_own else others).append(leaf)",
+        "matching.append(leaf)",
+        "tests/joinables/test_held.py::test_averages_that_only_some_ranks_update",
+    ),
+    Mutant(
+        "joinables/__init__.py",
+        "register_joinable(torch.optim.lr_scheduler.LRScheduler, SchedulerState)\n",
+        "",
+        "tests/joinables/test_state_at_end.py::test_ranks_that_do_not_hold_the_same_are_an_error[plateau-iterate]",
+    ),
+    Mutant(
+        "joinables/state.py",
         "            broadcast_tensors(self._collective, matching, source)",
         "            pass",
         "tests/joinables/test_state_at_end.py::test_buffers_of_an_average_follow",
@@ -666,9 +678,33 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/dummy_forward.py",
-        "                self.restore()  # the attempt may have written before it raised\n",
+        "                self.restore()\n                self.keep()\n",
         "",
-        "tests/joinables/test_own_tensors.py::test_a_momentum_encoder",
+        "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
+    ),
+    Mutant(
+        "joinables/dummy_forward.py",
+        "                undo()  # the attempt",
+        "                pass  # the attempt",
+        "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
+    ),
+    Mutant(
+        "joinables/dummy_forward.py",
+        "                generators.restore(drawn)\n",
+        "",
+        "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
+    ),
+    Mutant(
+        "joinables/attributes.py",
+        "                del vars(part)[key]",
+        "                pass",
+        "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
+    ),
+    Mutant(
+        "joinables/attributes.py",
+        "value if type(value) in PLAIN else _copied(value) for",
+        "value for",
+        "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
     ),
     Mutant(
         "joinables/wrapped.py",

@@ -164,8 +164,18 @@ def test_what_has_to_know_more_is_an_error() -> None:
                 _ = join.is_last_step
 
 
-def train(rank: int) -> list[torch.Tensor]:
-    ddp = DistributedDataParallel(build("mlp"))
+class Refuses(torch.nn.Sequential):
+    """Takes no empty batch, so that each batch may become the one that dummies run on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not len(x):
+            raise ValueError("no rows")
+        return super().forward(x)
+
+
+def train(rank: int, refuses: bool) -> list[torch.Tensor]:
+    model = build("mlp")
+    ddp = DistributedDataParallel(Refuses(model) if refuses else model)
     optimizer = torch.optim.Adam(ddp.parameters())
     memory = [torch.empty_like(each) for each in batch(rank, 0, 0)]
 
@@ -183,6 +193,7 @@ def train(rank: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in ddp.parameters()]
 
 
-def test_it_equals_one_process(pool: Pool) -> None:
-    for parameters in pool.run(train):
+@pytest.mark.parametrize("refuses", [False, True])
+def test_it_equals_one_process(pool: Pool, refuses: bool) -> None:
+    for parameters in pool.run(train, refuses):
         torch.testing.assert_close(parameters, mlp_in_one_process(COUNTS), atol=TOLERANCE, rtol=0)

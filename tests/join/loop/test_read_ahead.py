@@ -71,8 +71,8 @@ def resumed(rank: int, kind: str, lookahead: int, stops: range) -> None:
 @pytest.mark.parametrize(
     ("kind", "lookahead", "stops"),
     [
-        *[("positioned", lookahead, range(7)) for lookahead in (1, 2, 4)],
-        *[("workers: 0", lookahead, range(7)) for lookahead in (1, 2, 4)],
+        *[("positioned", lookahead, range(7)) for lookahead in (0, 1, 2, 4)],
+        *[("workers: 0", lookahead, range(7)) for lookahead in (0, 1, 2, 4)],
     ],
 )
 def test_every_sample_exactly_once(pool: Pool, kind: str, lookahead: int, stops: range) -> None:
@@ -105,7 +105,7 @@ def test_the_end_of_an_epoch(pool: Pool) -> None:
     pool.run(epochs)
 
 
-@pytest.mark.parametrize("lookahead", [1, 4])
+@pytest.mark.parametrize("lookahead", [0, 1, 4])
 def test_batches_that_a_loop_until_the_first_leaves(lookahead: int) -> None:
     """A rank may have read all of its loader, and has not come to its end."""
 

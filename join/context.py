@@ -732,5 +732,5 @@ class Join:
                 self._block.undo.close()
         finally:
             if self._block is not None:
-                release(self._joinables)
+                release(self, self._joinables)
             self._block = None

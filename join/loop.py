@@ -333,7 +333,7 @@ class Loop(Lockstep, Iterable[T]):
         channel, source = self.channel, self._rounds.shares[0].first
         own = self._make_template(self.ahead.held[0].batch) if channel.collective.rank == source else None
         try:
-            template = broadcast_tree(channel.collective, own, source, channel.roster.devices())
+            template = broadcast_tree(channel.collective, own, source, channel.roster.devices)
         except (RuntimeError, TypeError) as error:
             if is_broken(error):
                 raise  # because another rank is gone, whatever the batch is

@@ -36,6 +36,7 @@ from join.collectives.line import SUMS
 from join.errors import JoinError
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
+Devices: TypeAlias = Callable[[], Iterable[torch.device]]
 _Plan: TypeAlias = Sequence[Sequence[int]]
 """For each message, the numbers of its tensors."""
 CHUNK_BYTES = 64 * 2**20
@@ -243,7 +244,7 @@ def _whole(data: bytes, kinds: Sequence[tuple[Any, ...]], flat: torch.Tensor) ->
 # -- from one to all ---------------------------------------------------------------------------------------------------
 
 
-def broadcast_tree(collective: Collective, tree: Any, source: int, devices: Iterable[torch.device] = ()) -> Any:
+def broadcast_tree(collective: Collective, tree: Any, source: int, devices: Devices = list) -> Any:
     """Return the ``tree`` of rank ``source`` on every rank: any picklable objects with tensors.
 
     Args:
@@ -251,8 +252,8 @@ def broadcast_tree(collective: Collective, tree: Any, source: int, devices: Iter
         tree: The tree to send. On the other ranks, their own tree, if they have one: its tensors receive the tensors of
             ``source`` that fit, if they are at the same place in dicts, lists and tuples.
         source: The rank whose tree is sent.
-        devices: The devices that this rank trains on. They are used for tensors that are not on a CPU at ``source`` and
-            have no counterpart in ``tree`` here. Without them, such tensors go to the current device.
+        devices: Returns the devices that this rank trains on. They are used for tensors that are not on a CPU at
+            ``source`` and have no counterpart in ``tree`` here. Without them, such tensors go to the current device.
 
     Raises:
         RuntimeError: On every rank, if an object cannot be pickled.
@@ -267,7 +268,8 @@ class Inbox:
     """Tree of the rank that is copied, and the tensors into which this rank receives its tensors.
 
     Args:
-        skeleton: The tree; on other ranks than the sender, each tensor in it has no memory.
+        skeleton: The tree, or the part of the object that receives; on other ranks than the sender, each tensor in it
+            has no memory.
         empty: These tensors.
         keeps: Whether this rank has made as many steps as the sender, and so may keep its own state.
 
@@ -279,12 +281,6 @@ class Inbox:
         self.skeleton, self.keeps, self.empty = skeleton, keeps, empty
         self.receiving: dict[int, torch.Tensor] = {}
         self._used = set[int]()  # the id of each receiving tensor, since a tensor receives one slot only
-
-    def of(self, tree: Any) -> Inbox:
-        """Return the inbox of a part of the skeleton."""
-        inbox = copy(self)
-        inbox.skeleton = tree
-        return inbox
 
     def fill(self, tree: Any, own: Any = None, like: torch.Tensor | None = None) -> Any:
         """Return the skeleton, or a part of it, with tensors that the message will overwrite.
@@ -299,6 +295,7 @@ class Inbox:
         if not self.empty:
             return tree
         (leaves, structure), (own_leaves, own_structure) = pytree.tree_flatten(tree), pytree.tree_flatten(own)
+        # A copy by pickle, since pytree drops attributes of containers, such as the metadata of a module's state.
         data, empty = pack(tree, aside=set(map(id, self.empty)))
         pairs = zip(map(id, leaves), own_leaves, strict=True) if structure == own_structure else ()
         own_of = {place: leaf for place, leaf in pairs if isinstance(leaf, torch.Tensor) and not why_unlike(leaf)}
@@ -332,14 +329,16 @@ class Inbox:
 
 
 def _send(
-    collective: Collective, tree: Any, source: int, devices: Iterable[torch.device], *, keeps: bool = False
+    collective: Collective, tree: Any, source: int, devices: Devices, *, keeps: bool = False
 ) -> tuple[Inbox, Callable[[], None]]:
     """Send the tree of rank ``source``; return its inbox, and a function that sends the tensors."""
-    sent, device_of = _Tree(tree), {device.type: device for device in devices}
+    sent = _Tree(tree)
     received: Any = collective.broadcast_object(sent, source)
     if received is sent:
         return Inbox(tree, keeps=keeps), lambda: broadcast_tensors(collective, sent.tensors, source)
     data, kinds, plan = received
+    own_devices = devices() if {kind for *_, kind in kinds} - {"cpu"} else ()
+    device_of = {device.type: device for device in own_devices}
     empty = [
         torch.empty((), dtype=dtype, device=device_of.get(kind, torch.device(kind))).expand(shape)
         for shape, dtype, kind in kinds
@@ -368,7 +367,7 @@ def copy_state(
     collective: Collective,
     exchanges: Sequence[tuple[object, Exchange]],
     source: int,
-    devices: Iterable[torch.device],
+    devices: Devices,
     *,
     keeps: bool = False,
 ) -> None:
@@ -387,7 +386,9 @@ def copy_state(
     """
     parts = [part for _, part in exchanges]
     inbox, move = _send(collective, [next(part) for part in parts], source, devices, keeps=keeps)
-    reasons: list[str] = [part.send(inbox.of(tree)) for part, tree in zip(parts, inbox.skeleton, strict=True)]
+    trees, reasons = inbox.skeleton, list[str]()
+    for part, inbox.skeleton in zip(parts, trees, strict=True):
+        reasons.append(part.send(inbox))
     refusing = collective.line(SUMS).sum(int(any(reasons)), collective.world_size.bit_length())
     collective.finish(refusing)
     if refusing.total():

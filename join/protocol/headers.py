@@ -42,6 +42,7 @@ left between these two headers has not received the messages of the burst, so it
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cache, partial
@@ -298,7 +299,7 @@ class Foresight:
         self.expected = roster.first
         """The index of the member whose burst is expected next, or ``None``."""
         self._roster = roster
-        self._past: list[int] = []
+        self._past = deque[int](maxlen=2 * _LONGEST_PERIOD)
         self._period = 0  # in bursts; 0 if no period is known
 
     def saw(self, index: int) -> None:
@@ -309,8 +310,6 @@ class Foresight:
         past.append(index)
         if index != self.expected or not self._period:
             self._period = _period_of(past)
-        if len(past) > 4 * _LONGEST_PERIOD:
-            del past[: -2 * _LONGEST_PERIOD]
         self.expected = past[-self._period] if self._period else roster.first
 
 

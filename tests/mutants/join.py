@@ -639,8 +639,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/held.py",
-        "if not (own and (name in own or",
-        "if not (False and (name in own or",
+        "if own.isdisjoint((item[0][1], ",
+        "if frozenset(()).isdisjoint((item[0][1], ",
         "tests/join/test_held.py::test_attributes_after_an_uneven_block",
     ),
     Mutant(
@@ -699,8 +699,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        " if 0 < n <= len(own)]",
-        " if False]",
+        "            if 0 < n <= len(own) and not",
+        "            if False and not",
         "tests/joinables/test_held.py::test_schedules_from_the_length_of_each_rank",
     ),
     Mutant(
@@ -1065,8 +1065,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "            del past[: -2 * _LONGEST_PERIOD]",
-        "            past.clear()",
+        "maxlen=2 * _LONGEST_PERIOD",
+        "maxlen=2",
         "tests/join/protocol/test_headers.py::test_the_next_burst_is_that_of_the_period",
     ),
     Mutant(

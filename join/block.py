@@ -41,7 +41,7 @@ import time
 import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -250,9 +250,10 @@ class OpenBlock:
         self._meet_others(entered_with)
         members = self.scope.members
         claim(join, [member.joinable for member in members], enable=True, throw=self.scope.throw)
+        self.undo.push(lambda kind, *_: kind is AttributeError and not self._is_entered)  # of an interrupted ``attach``
         try:
             for member in members:
-                self.undo.callback(self._detach, member.joinable)
+                self.undo.callback(member.joinable.detach)
                 member.joinable.attach(join)
             joinables = [member.joinable for member in members]
             self.scope.held = Held(
@@ -468,10 +469,6 @@ class OpenBlock:
         if self._previous_limit is not None:
             self._collective.limit(self._previous_limit)
             self._previous_limit = None
-
-    def _detach(self, joinable: Joinable) -> None:
-        with nullcontext() if self._is_entered else suppress(AttributeError):  # of an ``attach`` that was interrupted
-            joinable.detach()
 
     def _close_channel(self) -> None:
         try:

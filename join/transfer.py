@@ -46,12 +46,14 @@ CHUNK_BYTES = 64 * 2**20
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def why_unlike(tensor: torch.Tensor) -> str:
-    """Return the reason why a tensor cannot be sent, such as a shard of several ranks; "" if it can."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return f"it holds a {tensor.layout} tensor of type {type(tensor).__name__}, which is not a plain tensor"
-    is_seen_as_it_is = not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-    return "" if is_seen_as_it_is else "it holds a tensor whose bytes are not those of its elements"
+def why_unlike(*tensors: torch.Tensor) -> str:
+    """Return the reason why one of these tensors cannot be sent, such as a shard of several ranks; "" if all can."""
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return f"it holds a {tensor.layout} tensor of type {type(tensor).__name__}, which is not a plain tensor"
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return "it holds a tensor whose bytes are not those of its elements"
+    return ""
 
 
 def broadcast_tensors(collective: Collective, tensors: Tensors, source: int) -> None:
@@ -126,30 +128,22 @@ class Packed(NamedTuple):
 class _Packer(pickle.Pickler):
     """Pickler that puts tensors aside, and refers to known ones by their numbers."""
 
-    def __init__(
-        self,
-        file: io.BytesIO,
-        known: Mapping[int, int],
-        why_unfit: Callable[[Any], str] | None,
-        aside: Container[int] | None = None,
-    ) -> None:
-        super().__init__(file, 5)
-        self._known, self._why_unfit, self._aside = known, why_unfit, aside
-        self.tensors: list[torch.Tensor] = []
+    known: Mapping[int, int]
+    why_unfit: Callable[[Any], str] | None
+    aside: Container[int] | None
+    tensors: list[torch.Tensor]
 
     @override
     def reducer_override(self, obj: Any, /) -> Any:
-        if id(obj) in self._known:
-            return _known, (self._known[id(obj)],)
-        is_tensor = isinstance(obj, torch.Tensor)
-        if self._why_unfit is not None and (why := (why_unlike if is_tensor else self._why_unfit)(obj)):
-            raise Unfit(why)
-        if not is_tensor or obj.layout is not torch.strided:
-            return NotImplemented
-        if self._aside is not None and id(obj) not in self._aside:
-            return NotImplemented
-        self.tensors.append(obj)
-        return _tensor, (len(self.tensors) - 1,)
+        if id(obj) in self.known:
+            return _known, (self.known[id(obj)],)
+        if not isinstance(obj, torch.Tensor):
+            if self.why_unfit is not None and (why := self.why_unfit(obj)):
+                raise Unfit(why)
+        elif (self.aside is None or id(obj) in self.aside) and (self.why_unfit or obj.layout is torch.strided):
+            self.tensors.append(obj)
+            return _tensor, (len(self.tensors) - 1,)
+        return NotImplemented
 
 
 def _known(number: int) -> Any:
@@ -161,13 +155,11 @@ def _tensor(number: int) -> Any:
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, packed: Packed, known: Tensors) -> None:
-        super().__init__(io.BytesIO(packed.data))
-        self._places = {"_tensor": packed.tensors.__getitem__, "_known": known.__getitem__}
+    places: Mapping[str, Callable[[int], Any]]
 
     @override
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        place = self._places.get(global_name) if module_name == __name__ else None
+        place = self.places.get(global_name) if module_name == __name__ else None
         return place or super().find_class(module_name, global_name)
 
 
@@ -194,9 +186,12 @@ def pack(
         Unfit: If an object cannot be sent.
     """
     file = io.BytesIO()
-    packer = _Packer(file, known or {}, why_unfit, aside)
+    packer = _Packer(file, 5)
+    packer.known, packer.why_unfit, packer.aside, packer.tensors = known or {}, why_unfit, aside, []
     packer.fast = is_digested  # so that the bytes do not depend on which values are one object
     packer.dump(tree)
+    if why_unfit is not None and (why := why_unlike(*packer.tensors)):
+        raise Unfit(why)
     return Packed(file.getvalue(), packer.tensors)
 
 
@@ -207,7 +202,9 @@ def numbered(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 def unpack(packed: Packed, known: Tensors = ()) -> Any:
     """Return the tree that :func:`pack` made bytes of, with these tensors in it."""
-    return _Unpacker(packed, known).load()
+    unpickler = _Unpacker(io.BytesIO(packed.data))
+    unpickler.places = {"_tensor": packed.tensors.__getitem__, "_known": known.__getitem__}
+    return unpickler.load()
 
 
 class _Tree:
@@ -311,21 +308,22 @@ class Inbox:
             own: This rank's tensors in these places.
             like: As for :meth:`fill`.
         """
+        received: list[torch.Tensor] = []
         for each, mine in zip_longest(empty, own[: len(empty)]):
-            if id(each) in self.receiving:
-                continue
-            device = each.device
-            if like is not None and device.type != "cpu":
-                device = like.device
-            elif mine is not None and mine.device.type == device.type:
-                device = mine.device
-            fits = mine is not None and (mine.shape, mine.dtype, mine.device) == (each.shape, each.dtype, device)
-            if mine is None or not fits or id(mine) in self._used:
-                base = each if like is None or like.shape != each.shape else like
-                mine = torch.empty_like(base, dtype=each.dtype, device=device, requires_grad=False)
-            self._used.add(id(mine))
-            self.receiving[id(each)] = mine
-        return [self.receiving[id(each)] for each in empty]
+            if id(each) not in self.receiving:
+                device = each.device
+                if like is not None and device.type != "cpu":
+                    device = like.device
+                elif mine is not None and mine.device.type == device.type:
+                    device = mine.device
+                fits = mine is not None and (mine.shape, mine.dtype, mine.device) == (each.shape, each.dtype, device)
+                if mine is None or not fits or id(mine) in self._used:
+                    base = each if like is None or like.shape != each.shape else like
+                    mine = torch.empty_like(base, dtype=each.dtype, device=device, requires_grad=False)
+                self._used.add(id(mine))
+                self.receiving[id(each)] = mine
+            received.append(self.receiving[id(each)])
+        return received
 
 
 def _send(

@@ -333,7 +333,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "time.monotonic() - started > timeout",
+        "time.monotonic() - started > limit",
         "False",
         "tests/join/failure/test_training.py::test_a_rank_that_dies_where_all_leave",
     ),
@@ -376,8 +376,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "        if not (sent.knows_leader or header.leader_alive):\n",
-        "        if False:\n",
+        "self.leader if header.leader_alive else self.find_leader(sent)",
+        "self.leader",
         "tests/joinables/ddp/test_buffers.py::test_statistics_of_plain_steps_follow_the_lowest_rank_with_data",
     ),
     Mutant(
@@ -663,7 +663,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/transfer.py",
-        "            return _known, (self._known[id(obj)],)\n",
+        "            return _known, (self.known[id(obj)],)\n",
         "            pass\n",
         "tests/join/test_held.py::test_tensors_and_parameters_of_another_rank",
     ),
@@ -1065,13 +1065,13 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/headers.py",
-        "maxlen=2 * _LONGEST_PERIOD",
-        "maxlen=2",
+        "_REMEMBERED = 128",
+        "_REMEMBERED = 2",
         "tests/join/protocol/test_headers.py::test_the_next_burst_is_that_of_the_period",
     ),
     Mutant(
         "join/protocol/headers.py",
-        "if roster.announcing[index].burst.interjects:",
+        "if self._roster.announcing[index].burst.interjects:",
         "if False:",
         "tests/join/protocol/test_headers.py::test_the_next_burst_is_that_of_the_period",
     ),

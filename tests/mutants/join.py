@@ -1046,7 +1046,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        "        elif self.is_superseded:",
+        "        elif place.loop is not self:",
         "        elif False:",
         "tests/join/test_alone.py::test_a_loop_inside_a_loop",
     ),

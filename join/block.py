@@ -250,7 +250,11 @@ class OpenBlock:
         self._meet_others(entered_with)
         members = self.scope.members
         claim(join, [member.joinable for member in members], enable=True, throw=self.scope.throw)
-        self.undo.push(lambda kind, *_: kind is AttributeError and not self._is_entered)  # of an interrupted ``attach``
+
+        def is_of_interrupted_attach(kind: type[BaseException] | None, *_: object) -> bool:
+            return kind is AttributeError and not self._is_entered
+
+        self.undo.push(is_of_interrupted_attach)  # and suppressed
         try:
             for member in members:
                 self.undo.callback(member.joinable.detach)

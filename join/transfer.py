@@ -365,7 +365,7 @@ def copy_state(
     collective: Collective,
     exchanges: Sequence[tuple[object, Exchange]],
     source: int,
-    devices: Devices,
+    devices: Devices = list,
     *,
     keeps: bool = False,
 ) -> None:

@@ -41,14 +41,14 @@ import time
 import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from join.agreement import Values, digest, digest_of, raise_difference
+from join.agreement import Values, digest, digest_of, is_same, raise_difference
 from join.collectives import Collective, SingleCollective, Sum, TorchCollective
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
@@ -58,7 +58,7 @@ from join.errors import JoinError, PeerError, add_note
 from join.failure.guard import ENTERS, FORK, Guard
 from join.generators import Generators
 from join.held import Held
-from join.joinable import Burst, Joinable, JoinConfig, parts_of, values_of
+from join.joinable import Burst, Joinable, JoinConfig, values_of
 from join.loop import Loop
 from join.protocol.channel import Channel, Outcome
 from join.protocol.headers import Scope
@@ -84,12 +84,12 @@ def claim(join: Any, joinables: Sequence[Joinable], *, enable: bool, throw: bool
         object.__setattr__(joinable, "_join_config", JoinConfig(enable, throw, position == 0))
 
 
-def release(joinables: Sequence[Joinable]) -> None:
-    """Record that these joinables are in no block any more."""
+def release(join: Any, joinables: Sequence[Joinable]) -> None:
+    """Record that these joinables, all those of ``join``, are in no block any more."""
+    for key in [key for key, holder in list(joins.items()) if holder is join]:  # a list: threads have blocks, too
+        del joins[key]
     disabled = JoinConfig.construct_disabled_join_config()
     for joinable in joinables:
-        joins.pop(id(joinable), None)
-        joins.pop(id(joinable.join_target), None)
         object.__setattr__(joinable, "_join_config", disabled)
 
 
@@ -137,7 +137,7 @@ def _would_block(outer: Collective, inner: Collective) -> bool:
 
 
 class _End(NamedTuple):
-    """Message of a rank when all ranks are out of data; its row of the report follows it.
+    """Beginning of the row of a rank when all ranks are out of data.
 
     The next three are 0 if bursts were shadowed.
 
@@ -157,7 +157,9 @@ class _End(NamedTuple):
     changes: int = 0
 
 
-_END = struct.Struct("<?4q")
+_ROW = "<?4q8I2q3d2q"
+"""Row of a rank: its :class:`_End`, and the parts below. Its number of learning rates differs from block to block."""
+_DIGESTS, _REPORT, _RATES = slice(5, 13), slice(13, 20), slice(20, None)
 
 
 class BlockAlone:
@@ -248,12 +250,21 @@ class OpenBlock:
         self._meet_others(entered_with)
         members = self.scope.members
         claim(join, [member.joinable for member in members], enable=True, throw=self.scope.throw)
+
+        def is_of_interrupted_attach(kind: type[BaseException] | None, *_: object) -> bool:
+            return kind is AttributeError and not self._is_entered
+
+        self.undo.push(is_of_interrupted_attach)  # and suppressed
         try:
             for member in members:
-                self.undo.callback(self._detach, member.joinable)
+                self.undo.callback(member.joinable.detach)
                 member.joinable.attach(join)
             joinables = [member.joinable for member in members]
-            self.scope.held = Held(partial(parts_of, joinables), self.scope.own_attributes, self._collective)
+            self.scope.held = Held(
+                lambda: [part for joinable in joinables for part in joinable.held()],
+                self.scope.own_attributes,
+                self._collective,
+            )
             self._generators = Generators()
         except BaseException as error:
             self._fail(error)
@@ -369,7 +380,7 @@ class OpenBlock:
     def _finish(self, outcome: Outcome, out_of_data_at: float) -> Callable[[], JoinReport]:
         """Gather the report and synchronise state; called when all ranks are out of data."""
         collective = self._collective
-        row = self._row(out_of_data_at)
+        own_report = self._row(out_of_data_at)
         joinables = [member.joinable for member in self.scope.members]
         held, values, shadowed = self.scope.held, list[tuple[str, Mapping[str, Any]]](), outcome.shadowed
         if shadowed:
@@ -381,15 +392,13 @@ class OpenBlock:
             end = _End(outcome.last, sum(own_steps), steps, digest_of(values), changes)
         stepping = {joinable.join_name: joinable.own_rates for joinable in joinables if joinable.own_rates is not None}
         last_rates = [number for rates in stepping.values() for number in (len(rates), (rates or [0.0])[-1])]
-        packing = struct.Struct(f"<{len(last_rates)}d")
-        work = self.channel.messages.line.gather(
-            _END.pack(*end) + packing.pack(*last_rates) + self._generators.packed() + row.packed()
-        )
+        row = struct.Struct(f"{_ROW}{len(last_rates)}d")
+        packed = row.pack(*end, *self._generators.digests(), *own_report, *last_rates)
+        work = self.channel.messages.line.gather(packed)
         with profiled("compare"):
-            rows = self.channel.guard.wait(work, "has left its block", work.total)
-        ends = [_End(*_END.unpack_from(row)) for row in rows]
-        at = _END.size + packing.size
-        reports = [RankReport.of(rank, row[at + Generators.size :]) for rank, row in enumerate(rows)]
+            rows = [row.unpack(each) for each in self.channel.guard.wait(work, "has left its block", work.total)]
+        ends = [_End(*each[: len(_End._fields)]) for each in rows]
+        reports = [RankReport(rank, *each[_REPORT]) for rank, each in enumerate(rows)]
         outcome, keeps = self._compare(outcome, ends, values)
         warn: Callable[[], None] | None = None
         self._restore_limit()  # because a copy of all state may take longer than a burst
@@ -397,21 +406,21 @@ class OpenBlock:
         has_dummies = self.channel.loops > self._loops and any(report.shadowed for report in reports)
         differ = len({end.changes for end in ends}) > 1
         if outcome.shadowed:
-            last_of_ranks = [packing.unpack_from(row, _END.size) for row in rows]
-            exchanges = self._exchanges(source, _compare_rates(stepping, last_of_ranks, source, collective.rank))
+            rates = _compare_rates(stepping, [each[_RATES] for each in rows], source, collective.rank)
+            exchanges = self._exchanges(source, rates)
             if differ or not shadowed:
                 exchanges += [("attributes", scope.held.exchange(source)) for scope in self.channel.roster.scopes]
         else:
             warn = held.compare() if differ else None
             self.channel.synchronise_own(self.scope.members, source)
             source = min(reports, key=attrgetter("shadowed")).rank  # which ran the fewest dummies
-        digests = [row[at : at + Generators.size] for row in rows]
+        digests = [each[_DIGESTS] for each in rows]
         if kinds := Generators.apart(collective, digests, is_copied=outcome.shadowed or has_dummies):
             exchange = Generators.exchange(kinds, is_source=collective.rank == source)
             exchanges.append(("random generators", exchange))
         if exchanges:
             with profiled("copy"):
-                copy_state(collective, exchanges, source, self.channel.roster.devices(), keeps=keeps)
+                copy_state(collective, exchanges, source, self.channel.roster.devices, keeps=keeps)
         for member in self.scope.members:
             member.hook.post_hook(outcome.last)
         counts_steps = self.channel.loops > self._loops and not (
@@ -421,8 +430,8 @@ class OpenBlock:
             warn()
         return lambda: JoinReport(tuple(reports), outcome.even, counts_steps)
 
-    def _row(self, out_of_data_at: float) -> RankReport:
-        """Return this rank's row of the report; ``out_of_data_at`` is on the monotonic clock."""
+    def _row(self, out_of_data_at: float) -> tuple[float, ...]:
+        """Return this rank's row of the report, without the rank; ``out_of_data_at`` is on the monotonic clock."""
         joined_at, ended_at = out_of_data_at - self._started, time.monotonic() - self._started
         spent, announcing = self.channel.headers.tally.since(self._tally), self.scope.announcing
         # Announced and shadowed bursts together are equally many on all ranks, so all choose the same member.
@@ -430,8 +439,7 @@ class OpenBlock:
         steps, shadowed = busiest.steps, busiest.shadowed
         if self.channel.loops > self._loops:
             steps, shadowed = spent.batches, spent.dummies
-        sent = spent.idle, spent.headers, spent.nbytes
-        return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent)
+        return steps, shadowed, joined_at, ended_at, spent.idle, spent.headers, spent.nbytes
 
     def _compare(self, outcome: Outcome, ends: Sequence[_End], values: Values) -> tuple[Outcome, bool]:
         """Return the outcome after a comparison of all ranks, and whether this rank may keep its own state.
@@ -466,10 +474,6 @@ class OpenBlock:
             self._collective.limit(self._previous_limit)
             self._previous_limit = None
 
-    def _detach(self, joinable: Joinable) -> None:
-        with nullcontext() if self._is_entered else suppress(AttributeError):  # of an ``attach`` that was interrupted
-            joinable.detach()
-
     def _close_channel(self) -> None:
         try:
             self.channel.close(self.scope)
@@ -489,12 +493,14 @@ def _compare_rates(
         source: The rank that made the most steps.
         rank: This rank.
     """
-    pairs: list[tuple[str, int, dict[int, float]]] = []
+    apart: dict[int, Values] = {}
     for index, (name, own) in enumerate(rates.items()) if rank == source else ():
-        steps = {each: (int(row[2 * index]), row[2 * index + 1]) for each, row in enumerate(last)}
-        pairs += [(name, n, {each: rate, source: own[n - 1]}) for each, (n, rate) in steps.items() if 0 < n <= len(own)]
-    inbox = yield pairs
-    for name, step, held in inbox.skeleton:
-        key = f"learning rate in step {step} of the block"
-        raise_difference({each: [(name, {key: rate})] for each, rate in held.items()})
+        for each, row in enumerate(last):
+            n, rate = int(row[2 * index]), row[2 * index + 1]
+            key = f"learning rate in step {n} of the block"
+            if 0 < n <= len(own) and not is_same(key, rate, own[n - 1]):
+                apart = apart or {each: [(name, {key: rate})], source: [(name, {key: own[n - 1]})]}
+    inbox = yield apart
+    if inbox.skeleton:
+        raise_difference(inbox.skeleton)
     yield ""

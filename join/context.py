@@ -595,7 +595,7 @@ class Join:
         if self._block is not block:
             raise outside("A loop over join.iterate began", *_ITS_BLOCK)
         if self._loop is not None and self._loop.is_open:
-            self._loop.leave(superseded=True)
+            self._loop.leave()
         self._loop = loop
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -732,5 +732,5 @@ class Join:
                 self._block.undo.close()
         finally:
             if self._block is not None:
-                release(self._joinables)
+                release(self, self._joinables)
             self._block = None

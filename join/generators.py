@@ -20,10 +20,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import random
-import struct
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 from zlib import crc32
 
@@ -34,7 +34,6 @@ from join.transfer import Exchange
 
 KINDS = ("python", "torch", "accelerator", "numpy")
 _SIZE_OF_MT19937 = 4 * 625  # bytes: 624 numbers, and the position in them
-_ROW = struct.Struct("<8I")
 _logger = logging.getLogger("join")
 
 
@@ -105,32 +104,28 @@ def _crc_of(state: torch.Tensor) -> int:
 class Generators:
     """Global random generators of this rank, as they were on entering a block."""
 
-    size = _ROW.size
-
     def __init__(self) -> None:
         self._before = _digests()
 
-    def packed(self) -> bytes:
-        """Return the digests on entering and now as bytes, to be sent to other ranks."""
-        return _ROW.pack(*self._before, *_digests())
+    def digests(self) -> list[int]:
+        """Return the digests of 32 bits on entering, and those of now, to be sent to other ranks."""
+        return self._before + _digests()
 
     @staticmethod
-    def apart(collective: Collective, rows: Sequence[bytes], *, is_copied: bool) -> list[str]:
+    def apart(collective: Collective, rows: Sequence[Sequence[int]], *, is_copied: bool) -> list[str]:
         """Return the kinds of generators that were equal on entering, and are not any more; none after an even block.
 
         Args:
             collective: The ranks.
-            rows: What :meth:`packed` returned on each rank.
+            rows: What :meth:`digests` returned on each rank.
             is_copied: Whether a rank shadowed or ran a dummy, so that generators are copied.
         """
-        columns = [set(column) for column in zip(*map(_ROW.unpack, rows), strict=True)]
-        before, after = columns[: len(KINDS)], columns[len(KINDS) :]
-        states = {kind: (len(b) == 1, len(a) == 1) for kind, b, a in zip(KINDS, before, after, strict=True)}
-        apart = [kind for kind, state in states.items() if state == (True, False)]
-        kept = collective.kept
-        if lost := [kind for kind, (entered, _) in states.items() if kind in kept.generators and not entered]:
+        are_alike = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
+        entered, left = set(compress(KINDS, are_alike)), set(compress(KINDS, are_alike[len(KINDS) :]))
+        kept, apart = collective.kept, sorted(entered - left)
+        if lost := sorted(kept.generators - entered):
             _log_once(collective, lost, "between two Join blocks")
-        kept.generators = {kind for kind, (entered, left) in states.items() if left or (entered and is_copied)}
+        kept.generators = left | entered if is_copied else left
         if apart and not is_copied:
             _log_once(collective, apart, "in a Join block in which all ranks had data to the end")
         return apart if is_copied else []

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -159,13 +159,11 @@ class Held:
         self._has_unread_tensors, self._copied = False, set[_Key]()
         self._before = self._after = self._fingerprints()
 
-    def _items(self) -> Iterator[tuple[_Key, Part, Any]]:
-        """Yield all values that are not each rank's own, with their parts."""
-        own = self._own
-        for part in self._parts():
-            for name, value in part.values.items():
-                if not (own and (name in own or f"{part.name}.{name}" in own)):
-                    yield (part.name, name), part, value
+    def _items(self) -> list[tuple[_Key, Part, Any]]:
+        """Return all values that are not each rank's own, with their parts."""
+        own, parts = self._own, self._parts()
+        items = [((part.name, name), part, value) for part in parts for name, value in part.values.items()]
+        return [item for item in items if own.isdisjoint((item[0][1], ".".join(item[0])))] if own else items
 
     def _fingerprints(self) -> dict[_Key, Any]:
         found: dict[_Key, Any] = {}

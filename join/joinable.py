@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -362,8 +362,3 @@ class NothingAlone(NothingListed):
 def values_of(joinables: Sequence[Joinable]) -> Values:
     """Return the values of joinables that should be equal on all ranks after equal steps."""
     return [(joinable.join_name, joinable.equal_values()) for joinable in joinables]
-
-
-def parts_of(joinables: Sequence[Joinable]) -> Iterator[Part]:
-    """Yield the parts of joinables, with their present values."""
-    return (part for joinable in joinables for part in joinable.held())

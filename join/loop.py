@@ -117,8 +117,6 @@ class Loop(Lockstep, Iterable[T]):
         """Batches that were read and not yielded."""
         self._template: Any = None  # the batch that dummies are made of
         self._length: int | None = None  # the number of steps, once the loop has begun, if all loaders have a length
-        self.is_superseded = False
-        """Whether another loop has begun in the middle of this one."""
         self.joined_at: float | None = None
         """Time of this rank's first step without data, on the monotonic clock."""
 
@@ -175,9 +173,9 @@ class Loop(Lockstep, Iterable[T]):
         place = self.place
         if place is None:
             self._begin()
-        elif self.is_superseded:
+        elif place.loop is not self:  # another one has begun in the middle of this one
             raise JoinError(ONE_AT_A_TIME)
-        elif place.loop is not self or place.phase not in IN_LOOP:
+        elif place.phase not in IN_LOOP:
             return False
         else:
             self.end_step()  # first, since a rank whose body handled an error that ends the block must send nothing
@@ -333,7 +331,7 @@ class Loop(Lockstep, Iterable[T]):
         channel, source = self.channel, self._rounds.shares[0].first
         own = self._make_template(self.ahead.held[0].batch) if channel.collective.rank == source else None
         try:
-            template = broadcast_tree(channel.collective, own, source, channel.roster.devices())
+            template = broadcast_tree(channel.collective, own, source, channel.roster.devices)
         except (RuntimeError, TypeError) as error:
             if is_broken(error):
                 raise  # because another rank is gone, whatever the batch is
@@ -358,18 +356,15 @@ class Loop(Lockstep, Iterable[T]):
         self._release()
 
     @override
-    def leave(self, *, superseded: bool = False) -> None:
+    def leave(self) -> None:
         """Leave the loop before its end, as all ranks must in this step.
-
-        Args:
-            superseded: Whether another loop begins, so that continuing this one is an error.
 
         Raises:
             JoinError: If the loop was left inside an accumulation window.
             ProtocolError: If this rank leaves alone.
             PeerError: If another rank failed.
         """
-        step, place, self.is_superseded = self.step, self.channel.place, superseded
+        step, place = self.step, self.channel.place
         place.phase, place.step = Phase.ENDING, step  # which may be the step that this rank left by a break
         try:
             if self._guard.closed:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from join.errors import JoinError
-
-_PACKED = struct.Struct("<2q3d2q")
 
 
 @dataclass(frozen=True)
@@ -37,16 +34,6 @@ class RankReport:
     idle: float
     headers: int
     header_bytes: int
-
-    def packed(self) -> bytes:
-        """Return the row without its rank as bytes, to be sent to other ranks."""
-        _, *values = vars(self).values()  # in the order above
-        return _PACKED.pack(*values)
-
-    @classmethod
-    def of(cls, rank: int, data: bytes) -> RankReport:
-        """Return the row of ``rank`` from the bytes that :meth:`packed` made."""
-        return cls(rank, *_PACKED.unpack(data))
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from join.collectives.line import SUMS
 from join.errors import JoinError
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
+Devices: TypeAlias = Callable[[], Iterable[torch.device]]
 _Plan: TypeAlias = Sequence[Sequence[int]]
 """For each message, the numbers of its tensors."""
 CHUNK_BYTES = 64 * 2**20
@@ -45,12 +46,14 @@ CHUNK_BYTES = 64 * 2**20
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def why_unlike(tensor: torch.Tensor) -> str:
-    """Return the reason why a tensor cannot be sent, such as a shard of several ranks; "" if it can."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return f"it holds a {tensor.layout} tensor of type {type(tensor).__name__}, which is not a plain tensor"
-    is_seen_as_it_is = not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-    return "" if is_seen_as_it_is else "it holds a tensor whose bytes are not those of its elements"
+def why_unlike(*tensors: torch.Tensor) -> str:
+    """Return the reason why one of these tensors cannot be sent, such as a shard of several ranks; "" if all can."""
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return f"it holds a {tensor.layout} tensor of type {type(tensor).__name__}, which is not a plain tensor"
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return "it holds a tensor whose bytes are not those of its elements"
+    return ""
 
 
 def broadcast_tensors(collective: Collective, tensors: Tensors, source: int) -> None:
@@ -125,30 +128,22 @@ class Packed(NamedTuple):
 class _Packer(pickle.Pickler):
     """Pickler that puts tensors aside, and refers to known ones by their numbers."""
 
-    def __init__(
-        self,
-        file: io.BytesIO,
-        known: Mapping[int, int],
-        why_unfit: Callable[[Any], str] | None,
-        aside: Container[int] | None = None,
-    ) -> None:
-        super().__init__(file, 5)
-        self._known, self._why_unfit, self._aside = known, why_unfit, aside
-        self.tensors: list[torch.Tensor] = []
+    known: Mapping[int, int]
+    why_unfit: Callable[[Any], str] | None
+    aside: Container[int] | None
+    tensors: list[torch.Tensor]
 
     @override
     def reducer_override(self, obj: Any, /) -> Any:
-        if id(obj) in self._known:
-            return _known, (self._known[id(obj)],)
-        is_tensor = isinstance(obj, torch.Tensor)
-        if self._why_unfit is not None and (why := (why_unlike if is_tensor else self._why_unfit)(obj)):
-            raise Unfit(why)
-        if not is_tensor or obj.layout is not torch.strided:
-            return NotImplemented
-        if self._aside is not None and id(obj) not in self._aside:
-            return NotImplemented
-        self.tensors.append(obj)
-        return _tensor, (len(self.tensors) - 1,)
+        if id(obj) in self.known:
+            return _known, (self.known[id(obj)],)
+        if not isinstance(obj, torch.Tensor):
+            if self.why_unfit is not None and (why := self.why_unfit(obj)):
+                raise Unfit(why)
+        elif (self.aside is None or id(obj) in self.aside) and (self.why_unfit or obj.layout is torch.strided):
+            self.tensors.append(obj)
+            return _tensor, (len(self.tensors) - 1,)
+        return NotImplemented
 
 
 def _known(number: int) -> Any:
@@ -160,13 +155,11 @@ def _tensor(number: int) -> Any:
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, packed: Packed, known: Tensors) -> None:
-        super().__init__(io.BytesIO(packed.data))
-        self._places = {"_tensor": packed.tensors.__getitem__, "_known": known.__getitem__}
+    places: Mapping[str, Callable[[int], Any]]
 
     @override
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        place = self._places.get(global_name) if module_name == __name__ else None
+        place = self.places.get(global_name) if module_name == __name__ else None
         return place or super().find_class(module_name, global_name)
 
 
@@ -193,9 +186,12 @@ def pack(
         Unfit: If an object cannot be sent.
     """
     file = io.BytesIO()
-    packer = _Packer(file, known or {}, why_unfit, aside)
+    packer = _Packer(file, 5)
+    packer.known, packer.why_unfit, packer.aside, packer.tensors = known or {}, why_unfit, aside, []
     packer.fast = is_digested  # so that the bytes do not depend on which values are one object
     packer.dump(tree)
+    if why_unfit is not None and (why := why_unlike(*packer.tensors)):
+        raise Unfit(why)
     return Packed(file.getvalue(), packer.tensors)
 
 
@@ -206,7 +202,9 @@ def numbered(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 def unpack(packed: Packed, known: Tensors = ()) -> Any:
     """Return the tree that :func:`pack` made bytes of, with these tensors in it."""
-    return _Unpacker(packed, known).load()
+    unpickler = _Unpacker(io.BytesIO(packed.data))
+    unpickler.places = {"_tensor": packed.tensors.__getitem__, "_known": known.__getitem__}
+    return unpickler.load()
 
 
 class _Tree:
@@ -243,7 +241,7 @@ def _whole(data: bytes, kinds: Sequence[tuple[Any, ...]], flat: torch.Tensor) ->
 # -- from one to all ---------------------------------------------------------------------------------------------------
 
 
-def broadcast_tree(collective: Collective, tree: Any, source: int, devices: Iterable[torch.device] = ()) -> Any:
+def broadcast_tree(collective: Collective, tree: Any, source: int, devices: Devices = list) -> Any:
     """Return the ``tree`` of rank ``source`` on every rank: any picklable objects with tensors.
 
     Args:
@@ -251,8 +249,8 @@ def broadcast_tree(collective: Collective, tree: Any, source: int, devices: Iter
         tree: The tree to send. On the other ranks, their own tree, if they have one: its tensors receive the tensors of
             ``source`` that fit, if they are at the same place in dicts, lists and tuples.
         source: The rank whose tree is sent.
-        devices: The devices that this rank trains on. They are used for tensors that are not on a CPU at ``source`` and
-            have no counterpart in ``tree`` here. Without them, such tensors go to the current device.
+        devices: Returns the devices that this rank trains on. They are used for tensors that are not on a CPU at
+            ``source`` and have no counterpart in ``tree`` here. Without them, such tensors go to the current device.
 
     Raises:
         RuntimeError: On every rank, if an object cannot be pickled.
@@ -267,7 +265,8 @@ class Inbox:
     """Tree of the rank that is copied, and the tensors into which this rank receives its tensors.
 
     Args:
-        skeleton: The tree; on other ranks than the sender, each tensor in it has no memory.
+        skeleton: The tree, or the part of the object that receives; on other ranks than the sender, each tensor in it
+            has no memory.
         empty: These tensors.
         keeps: Whether this rank has made as many steps as the sender, and so may keep its own state.
 
@@ -279,12 +278,6 @@ class Inbox:
         self.skeleton, self.keeps, self.empty = skeleton, keeps, empty
         self.receiving: dict[int, torch.Tensor] = {}
         self._used = set[int]()  # the id of each receiving tensor, since a tensor receives one slot only
-
-    def of(self, tree: Any) -> Inbox:
-        """Return the inbox of a part of the skeleton."""
-        inbox = copy(self)
-        inbox.skeleton = tree
-        return inbox
 
     def fill(self, tree: Any, own: Any = None, like: torch.Tensor | None = None) -> Any:
         """Return the skeleton, or a part of it, with tensors that the message will overwrite.
@@ -299,6 +292,7 @@ class Inbox:
         if not self.empty:
             return tree
         (leaves, structure), (own_leaves, own_structure) = pytree.tree_flatten(tree), pytree.tree_flatten(own)
+        # A copy by pickle, since pytree drops attributes of containers, such as the metadata of a module's state.
         data, empty = pack(tree, aside=set(map(id, self.empty)))
         pairs = zip(map(id, leaves), own_leaves, strict=True) if structure == own_structure else ()
         own_of = {place: leaf for place, leaf in pairs if isinstance(leaf, torch.Tensor) and not why_unlike(leaf)}
@@ -314,32 +308,35 @@ class Inbox:
             own: This rank's tensors in these places.
             like: As for :meth:`fill`.
         """
+        received: list[torch.Tensor] = []
         for each, mine in zip_longest(empty, own[: len(empty)]):
-            if id(each) in self.receiving:
-                continue
-            device = each.device
-            if like is not None and device.type != "cpu":
-                device = like.device
-            elif mine is not None and mine.device.type == device.type:
-                device = mine.device
-            fits = mine is not None and (mine.shape, mine.dtype, mine.device) == (each.shape, each.dtype, device)
-            if mine is None or not fits or id(mine) in self._used:
-                base = each if like is None or like.shape != each.shape else like
-                mine = torch.empty_like(base, dtype=each.dtype, device=device, requires_grad=False)
-            self._used.add(id(mine))
-            self.receiving[id(each)] = mine
-        return [self.receiving[id(each)] for each in empty]
+            if id(each) not in self.receiving:
+                device = each.device
+                if like is not None and device.type != "cpu":
+                    device = like.device
+                elif mine is not None and mine.device.type == device.type:
+                    device = mine.device
+                fits = mine is not None and (mine.shape, mine.dtype, mine.device) == (each.shape, each.dtype, device)
+                if mine is None or not fits or id(mine) in self._used:
+                    base = each if like is None or like.shape != each.shape else like
+                    mine = torch.empty_like(base, dtype=each.dtype, device=device, requires_grad=False)
+                self._used.add(id(mine))
+                self.receiving[id(each)] = mine
+            received.append(self.receiving[id(each)])
+        return received
 
 
 def _send(
-    collective: Collective, tree: Any, source: int, devices: Iterable[torch.device], *, keeps: bool = False
+    collective: Collective, tree: Any, source: int, devices: Devices, *, keeps: bool = False
 ) -> tuple[Inbox, Callable[[], None]]:
     """Send the tree of rank ``source``; return its inbox, and a function that sends the tensors."""
-    sent, device_of = _Tree(tree), {device.type: device for device in devices}
+    sent = _Tree(tree)
     received: Any = collective.broadcast_object(sent, source)
     if received is sent:
         return Inbox(tree, keeps=keeps), lambda: broadcast_tensors(collective, sent.tensors, source)
     data, kinds, plan = received
+    own_devices = devices() if {kind for *_, kind in kinds} - {"cpu"} else ()
+    device_of = {device.type: device for device in own_devices}
     empty = [
         torch.empty((), dtype=dtype, device=device_of.get(kind, torch.device(kind))).expand(shape)
         for shape, dtype, kind in kinds
@@ -368,7 +365,7 @@ def copy_state(
     collective: Collective,
     exchanges: Sequence[tuple[object, Exchange]],
     source: int,
-    devices: Iterable[torch.device],
+    devices: Devices = list,
     *,
     keeps: bool = False,
 ) -> None:
@@ -387,7 +384,9 @@ def copy_state(
     """
     parts = [part for _, part in exchanges]
     inbox, move = _send(collective, [next(part) for part in parts], source, devices, keeps=keeps)
-    reasons: list[str] = [part.send(inbox.of(tree)) for part, tree in zip(parts, inbox.skeleton, strict=True)]
+    trees, reasons = inbox.skeleton, list[str]()
+    for part, inbox.skeleton in zip(parts, trees, strict=True):
+        reasons.append(part.send(inbox))
     refusing = collective.line(SUMS).sum(int(any(reasons)), collective.world_size.bit_length())
     collective.finish(refusing)
     if refusing.total():

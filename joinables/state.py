@@ -381,7 +381,7 @@ def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
 
 def unlike_others(leaves: Iterable[object]) -> str:
     """Return the reason why one of these tensors cannot be sent, such as a shard of several ranks; "" if all can."""
-    return next(filter(None, (why_unlike(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))), "")
+    return why_unlike(*[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
 
 def rate_of(groups: Sequence[Mapping[str, Any]]) -> float:

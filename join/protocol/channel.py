@@ -669,21 +669,18 @@ class Lockstep(ABC):
             PeerError: If another rank left it alone, failed, or disappeared.
             JoinTimeoutError: If another rank does not arrive within ``timeout``.
         """
+        guard, others, pause, started = self._guard, dict[int, Progress](), 0.0, time.monotonic()
+        limit = float("inf") if guard.timeout is None else guard.timeout
         try:
             with profiled("wait"):
-                self._wait_until_all_have_left()
+                while not self.progress.all_have_left_here(others):
+                    time.sleep(pause)
+                    pause = min(2 * pause + 1e-3, TIMEOUTS.look)
+                    others = guard.ask()
+                    self.progress.look_for_skipped(others)
+                    guard.look()
+                    guard.look_for_silent(others)
+                    if time.monotonic() - started > limit:
+                        raise guard.timeout_error()
         except (PeerError, JoinTimeoutError) as error:
-            self._guard.close_and_raise(error)  # the other ranks know the error, or this rank has posted it
-
-    def _wait_until_all_have_left(self) -> None:
-        guard, timeout = self._guard, self._guard.timeout
-        others, pause, started = dict[int, Progress](), 0.0, time.monotonic()
-        while not self.progress.all_have_left_here(others):
-            time.sleep(pause)
-            pause = min(2 * pause + 1e-3, TIMEOUTS.look)
-            others = guard.ask()
-            self.progress.look_for_skipped(others)
-            guard.look()
-            guard.look_for_silent(others)
-            if timeout is not None and time.monotonic() - started > timeout:
-                raise guard.timeout_error()
+            guard.close_and_raise(error)  # the other ranks know the error, or this rank has posted it

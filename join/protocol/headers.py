@@ -61,7 +61,8 @@ from join.protocol.messages import Message, Messages
 
 ELSEWHERE, LEADER, ACTIVE, FRESH = range(4)
 _FIXED = 4
-_LONGEST_PERIOD = 64  # bursts
+_REMEMBERED = 128  # bursts
+_UNKNOWN = -1  # leader
 _NO_BURST = NothingListed(None)  # in place of a joinable that announces only because it is the first
 
 
@@ -273,8 +274,7 @@ class SentHeader:
         expected: The index of the member whose burst all ranks expected in it, if any.
         header: The summed header, once it is read.
         is_applied: Whether the header is applied, or needs no action.
-        knows_leader: Whether the leader as of its burst is known.
-        leader: That leader, once the header is applied.
+        leader: The leader as of its burst, once the header is applied or ``Headers.find_leader`` has found it.
     """
 
     before: Header | None = None
@@ -283,7 +283,6 @@ class SentHeader:
     expected: int | None = None
     header: Header | None = None
     is_applied: bool = True
-    knows_leader: bool = True
     leader: int = 0
 
 
@@ -298,32 +297,25 @@ class Foresight:
         self.expected = roster.first
         """The index of the member whose burst is expected next, or ``None``."""
         self._roster = roster
-        self._past: list[int] = []
+        self._past = ""  # a character for each burst
         self._period = 0  # in bursts; 0 if no period is known
 
     def saw(self, index: int) -> None:
         """Record the member whose burst was announced."""
-        roster, past = self._roster, self._past
-        if roster.announcing[index].burst.interjects:
+        if self._roster.announcing[index].burst.interjects:
             return
-        past.append(index)
+        self._past = past = (self._past + chr(index))[-_REMEMBERED:]
         if index != self.expected or not self._period:
             self._period = _period_of(past)
-        if len(past) > 4 * _LONGEST_PERIOD:
-            del past[: -2 * _LONGEST_PERIOD]
-        self.expected = past[-self._period] if self._period else roster.first
+        self.expected = ord(past[-self._period]) if self._period else self._roster.first
 
 
-def _period_of(past: Sequence[int]) -> int:
+def _period_of(past: str) -> int:
     """Return the shift after which the end of ``past`` repeats for the most bursts; 0 if its last burst is new."""
-    best, longest, count = 0, 0, len(past)
-    for period in range(1, min(count, _LONGEST_PERIOD)):
-        length = 0
-        while length < count - period and past[-1 - length] == past[-1 - length - period]:
-            length += 1
-        if length > longest:
-            best, longest = period, length
-    return best
+    for length in range(len(past) - 1, 0, -1):
+        if (begin := past.rfind(past[-length:], 0, -1)) >= 0:
+            return len(past) - length - begin
+    return 0
 
 
 class Headers:
@@ -413,7 +405,7 @@ class Headers:
                     number += code.ones[field_index]
         member = None if index is None else roster.announcing[index]
         before, expected = self.last.header if self.last.work else None, self.foresight.expected
-        self.last = SentHeader(before, None, member, expected, is_applied=False, knows_leader=False)
+        self.last = SentHeader(before, None, member, expected, is_applied=False, leader=_UNKNOWN)
         if member is not None and index is not None:
             member.announced_in = self.last
             if not roster.is_alone:
@@ -533,9 +525,7 @@ class Headers:
             for index in header.announcements:
                 if self.is_foreseen(index, sent):
                     self.roster.announcing[index].burst.check_leavers()
-        if not (sent.knows_leader or header.leader_alive):
-            self.find_leader(sent)
-        sent.leader = self.leader
+        sent.leader = self.leader if header.leader_alive else self.find_leader(sent)
 
     def find_leader(self, sent: SentHeader | None = None) -> int:
         """Return the leader as of the burst of a header: a new leader, if the old one was not among its ranks.
@@ -547,13 +537,13 @@ class Headers:
             sent: The header; by default the last one.
         """
         sent = sent or self.last
-        if not sent.knows_leader:
-            sent.knows_leader = True
+        if sent.leader == _UNKNOWN:
             if self.roster.tracks_leader and not (sent.header or self._read(sent)).leader_alive:
                 with profiled("find the leader"):
                     own = self._world_size if sent.member is None else self._rank
                     self.leader = min(self.messages.gather_numbers(own))
-        return self.leader
+            sent.leader = self.leader
+        return sent.leader
 
     def raise_diverged(self, sent: SentHeader) -> NoReturn:
         """Raise a :class:`ProtocolError` for a header in which active ranks announced different bursts."""

@@ -162,7 +162,7 @@ def copied(values: Mapping[str, Any], change: Change, own: tuple[str, ...] = ())
         thing = Thing(**{name: value(collective.rank) if callable(value) else value for name, value in values.items()})
         before = held(thing, collective, own)
         change(thing, collective.rank)
-        copy_state(collective, [("it", before.exchange(1))], 1, ())
+        copy_state(collective, [("it", before.exchange(1))], 1)
         return dict(vars(thing))
 
     return run_threads(3, rank_main)

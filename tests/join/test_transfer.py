@@ -137,7 +137,7 @@ def copied(reason: str) -> Callable[[ThreadCollective], list[Any]]:
             ("third", part(kept, keeps=rank == 2)),
         ]
         counting = Counting(collective)
-        copy_state(collective, parts, 1, ())
+        copy_state(collective, parts, 1)
         assert len(counting.sizes) == 2  # one for the trees
         assert received[0]["weight"] is fitting or rank == 1
         return received
@@ -176,7 +176,7 @@ def test_state_has_the_memory_layout_of_its_parameter() -> None:
             received.append(inbox.fill(inbox.skeleton, None, parameter))
             yield ""
 
-        copy_state(collective, [("it", part())], 0, ())
+        copy_state(collective, [("it", part())], 0)
         return received[0].is_contiguous(memory_format=torch.channels_last)
 
     assert run_threads(2, rank_main) == [True] * 2

@@ -27,14 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import JoinError
 from join.batch import Step
-from join.collectives._torch_private import accumulators, backward_under_way, on_gradient
+from join.collectives._torch_private import accumulators, backward_under_way, on_gradient, uncompiled
 from join.protocol.channel import Channel
 from join.scaling import Backward
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BufferSync
 from joinables.ddp.mean import Mean
 from joinables.dummy_forward import InnerForward, refuse_backward_on_dummy
-from joinables.modules import ModuleHook, run_uncompiled, synchronised_norms, tensors_with_grad
+from joinables.modules import ModuleHook, synchronised_norms, tensors_with_grad
 from joinables.own_collectives import refuse_in_plain_block
 
 IN_TORCH_JOIN = (
@@ -167,7 +167,7 @@ class Forwards:
         reducer.suppress_buffer_sync(ddp)
         self.inner = InnerForward(inner, channel, cast("set[str]", ddp.parameters_to_ignore))
         """The forward of the module inside, and its tensors that dummies leave unchanged."""
-        self._direct_call_hook = inner.register_forward_pre_hook(ModuleHook(run_uncompiled, self._before_inner))
+        self._direct_call_hook = inner.register_forward_pre_hook(ModuleHook(self._before_inner))
         # The user's hooks run between these two.
         before = ddp.register_forward_pre_hook(ModuleHook(self._before), prepend=True, with_kwargs=True)
         after = ddp.register_forward_hook(ModuleHook(self._after))
@@ -191,6 +191,7 @@ class Forwards:
         """The outputs of the last synchronised forward that still exist, under ``find_unused_parameters``."""
         return [tensor for output in self._outputs if (tensor := output()) is not None]
 
+    @uncompiled
     def _before_inner(self, *_: Any) -> None:
         if reducer.is_in_forward(self._ddp):
             raise JoinError(
@@ -198,10 +199,8 @@ class Forwards:
                 " itself: ddp(...). [J108]"
             )
 
-    @objects.not_compiled
+    @uncompiled
     def _before(self, module: Any, *arguments: Any) -> None:
-        if objects.compiler_under_way() is not None:
-            return objects.call_uncompiled(self._before, module, *arguments)
         if self.inner.is_kept:  # since a part of a LossGate ran, or since a forward that raised
             self.inner.restore()
         if self._direct_call_hook is not None:
@@ -231,10 +230,8 @@ class Forwards:
             self.inner.begin(arguments)
             self.inner.put()
 
-    @objects.not_compiled
+    @uncompiled
     def _after(self, module: Any, args: Any, output: Any) -> None:
-        if objects.compiler_under_way() is not None:
-            return objects.call_uncompiled(self._after, module, args, output)
         if self.inner.is_kept:
             self.inner.restore()
         if not torch.is_grad_enabled():

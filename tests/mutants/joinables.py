@@ -752,7 +752,7 @@ MUTANTS = [
     Mutant(
         "joinables/ddp/forwards.py",
         "        if synchronises:\n            backward.synchronises = backward.is_armed = True\n",
-        "        backward.is_armed = synchronises\n",
+        "        backward.is_armed = synchronises\n        if synchronises:\n",
         "tests/joinables/ddp/test_backwards.py::test_two_forwards_of_which_one_synchronises",
     ),
     Mutant(

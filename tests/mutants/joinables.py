@@ -857,4 +857,16 @@ MUTANTS = [
         "        ",
         "tests/joinables/ddp/test_hooks_on_parameters.py::test_hooks_end_with_the_module_that_wraps",
     ),
+    Mutant(
+        "join/scaling.py",
+        "    @uncompiled\n    def begin_backward(",
+        "    def begin_backward(",
+        "tests/joinables/ddp/test_compiled_autograd.py::test_weights_in_a_block_that_does_nothing",
+    ),
+    Mutant(
+        "join/scaling.py",
+        "    @uncompiled\n    def _begin_backward(",
+        "    def _begin_backward(",
+        "tests/joinables/ddp/test_compiled_autograd.py::test_gradients_that_the_loop_reduces",
+    ),
 ]

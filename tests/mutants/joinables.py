@@ -831,7 +831,7 @@ MUTANTS = [
         "joinables/ddp/forwards.py",
         "        self.arrivals.rest()\n",
         "        pass\n",
-        "tests/joinables/ddp/test_hooks_on_parameters.py::test_as_one_process[True-False]",
+        "tests/joinables/ddp/test_hooks_on_parameters.py::test_hooks_rest_outside_of_blocks",
     ),
     Mutant(
         "joinables/unlisted.py",

@@ -1,4 +1,4 @@
-"""Hooks on a DDP module that find its backwards and weigh their gradients: :class:`Forwards`.
+"""Hooks on a DDP module that find its backwards and weigh their gradients: :class:`Forwards`, :class:`BackwardPass`.
 
 A loss takes any way from the module to ``backward()``: through outputs, attributes, hooks or objects. So a backward is
 found where all ways end, by a hook on the node that accumulates the gradient of a parameter. The hook runs before DDP's
@@ -8,6 +8,9 @@ multiplied by the factor of the backward, if it is not 1.
 A backward belongs to the module if a forward with grad has run since the last one. A second backward of one forward
 also belongs to it, if a gradient has entered outputs. Any other backward that reaches the parameters begins at a
 penalty on them. It adds the same gradients on all ranks, so its gradients stay as they are.
+
+All facts of a backward are in its :class:`BackwardPass`. It is ``Forwards.next`` from the first forward to the first
+gradient, and ``Arrivals.current`` afterwards. A reduction that a rank skips takes the mean out of it.
 
 The hook on outputs knows the step of the forward. On a dummy, it copies the tensors that a checkpoint will change.
 """

@@ -17,6 +17,8 @@ from ``backward()`` to ``step()``::
 - ``_finish`` turns the quotient of DDP into the mean. The gradient of a parameter that no rank used becomes the last
   result again. In a loop, ``_finish`` is skipped if it has nothing to do. ``synchronise_own`` then checks at the end of
   the loop that the reducer has finished.
+- ``BackwardPass`` has the facts of one backward (``joinables.ddp.forwards``). Its burst is pending while the next one
+  has a mean.
 - ``Mean`` is what one reduction divides gradients by, and all that is known of it (``joinables.ddp.mean``).
 - ``Window`` knows whether gradients wait for a reduction (``joinables.ddp.window``). It is open from the first backward
   of a window to ``_close_window``, and outlives the block.

@@ -869,4 +869,16 @@ MUTANTS = [
         "    def _begin_backward(",
         "tests/joinables/ddp/test_compiled_autograd.py::test_gradients_that_the_loop_reduces",
     ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "        backward.mean, backward.is_armed = None, False\n",
+        "        backward.mean, backward.is_armed, backward.synchronises = None, False, False\n",
+        "tests/joinables/ddp/test_ways_of_losses.py::test_a_hidden_backward_after_its_burst_was_run_without_it",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "            forwards.next = BackwardPass(mean=announced)",
+        "            forwards.next = BackwardPass()",
+        "tests/joinables/ddp/test_backwards.py::test_a_backward_under_no_sync_after_a_forward_that_raised",
+    ),
 ]

@@ -443,7 +443,7 @@ def main() -> None:
     for case in options.only or list(CASES):
         wanted = ["plain", *(options.way or WAYS)]
         numbers = options.steps, options.rounds
-        limit = 60 + 2.0 * options.rounds
+        limit = 300 + 2.0 * options.rounds
         launches = [
             run_processes(WORLD_SIZE, measure, case, wanted, *numbers, launch, device=options.device, limit=limit)
             for launch in range(options.launches)

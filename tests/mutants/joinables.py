@@ -864,12 +864,6 @@ MUTANTS = [
         "tests/joinables/ddp/test_compiled_autograd.py::test_weights_in_a_block_that_does_nothing",
     ),
     Mutant(
-        "join/scaling.py",
-        "    @uncompiled\n    def _begin_backward(",
-        "    def _begin_backward(",
-        "tests/joinables/ddp/test_compiled_autograd.py::test_gradients_that_the_loop_reduces",
-    ),
-    Mutant(
         "joinables/ddp/reduction.py",
         "        backward.mean, backward.is_armed = None, False\n",
         "        backward.mean, backward.is_armed, backward.synchronises = None, False, False\n",

@@ -48,6 +48,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from common import run_processes, save, table
+from tensors import ManyTensors
 from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
@@ -162,6 +163,10 @@ def gan(*, norms: bool = False) -> Training:
     return Training([*first, *second], [generator, discriminator], [update_g, update_d])
 
 
+def many_tensors(count: int) -> Training:
+    return supervised(ManyTensors(count), torch.ones(2, 4))
+
+
 def plain(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
@@ -225,6 +230,8 @@ CASES: dict[str, tuple[Callable[[], Training], list[str]]] = {
     "transformer": (transformer, list(WAYS)),
     "MLP with ZeRO": (partial(mlp, sharded), list(WAYS)),
     # torch's Join hangs on it as soon as inputs are uneven
+    "300 parameters": (partial(many_tensors, 300), ["plain", "plain, again", "Join", "join.iterate"]),
+    "5000 parameters": (partial(many_tensors, 5000), ["plain", "plain, again", "Join", "join.iterate"]),
     "GAN": (gan, ["plain", "plain, again", "Join", "join.iterate", "join.iterate, lookahead=4"]),
 }
 
@@ -436,7 +443,7 @@ def main() -> None:
     for case in options.only or list(CASES):
         wanted = ["plain", *(options.way or WAYS)]
         numbers = options.steps, options.rounds
-        limit = 60 + 2.0 * options.rounds
+        limit = 300 + 2.0 * options.rounds
         launches = [
             run_processes(WORLD_SIZE, measure, case, wanted, *numbers, launch, device=options.device, limit=limit)
             for launch in range(options.launches)

@@ -35,6 +35,7 @@ from join.collectives._torch_private import (
     once_behind,
     outer_node,
     remove_last,
+    uncompiled,
     will_run,
     writes_to,
 )
@@ -118,6 +119,7 @@ class Scaling:
             on_gradient(result, begin if unit is None else partial(begin, unit=unit, weight=weight))
         return result
 
+    @uncompiled
     def _begin_backward(
         self, gradient: torch.Tensor, unit: float | None = None, weight: float | None = None
     ) -> torch.Tensor | None:
@@ -349,6 +351,7 @@ def scale_alone(loss: L, weight: float, targets: Iterable[Any]) -> L:
         targets: The listed objects.
     """
 
+    @uncompiled
     def begin_backward(gradient: torch.Tensor) -> torch.Tensor:
         if (number := backward_under_way()) in _shares:
             return gradient * _shares[number]

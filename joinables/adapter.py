@@ -82,11 +82,6 @@ class Announcing(Adapter, Burst):
     object's collectives. On a rank that is out of data, ``main_hook`` issues the same collectives without those hooks.
     """
 
-    @override
-    def attach(self, join: Join) -> None:
-        super().attach(join)
-        self.is_pending = False
-
 
 class Silent(Adapter):
     """Adapter for an object that issues no collective in the loop. Its work is done when the block ends."""

@@ -17,3 +17,5 @@ if sys.argv[:1] == ["-m"] and "joinables" in sys.orig_argv:  # the command, whic
 _found = importlib.util.find_spec("join")
 if _found and not any(Path(folder, "registry.py").exists() for folder in _found.submodule_search_locations or ()):
     raise ImportError(f"{_found.origin or 'A folder'} hides the package join of this library. Rename it. [J890]")
+
+import joinables._torch  # noqa: E402, F401  # pyright: ignore[reportUnusedImport]

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 from zlib import crc32
@@ -35,15 +36,14 @@ import torch
 from join import JoinError, ProtocolError, generators
 from join.batch import PLAIN, has_empty_tensor, map_tensors, tensors_in
 from join.collectives import Collective
-from join.collectives._torch_private import Writes, after_backward, writes_to
+from join.collectives._torch_private import Writes, after_backward, uncompiled, writes_to
 from join.collectives.base import as_bytes
 from join.collectives.broken import is_broken
 from join.protocol.channel import Channel
 from join.transfer import broadcast_tree, why_unlike
 from joinables._torch import reducer
-from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled, uncompiled
 from joinables.attributes import kept_attributes
-from joinables.modules import ModuleHook, Uncopied, hides_tensors, run_uncompiled, synchronised_norms, zero_of
+from joinables.modules import ModuleHook, Uncopied, hides_tensors, synchronised_norms, zero_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -84,6 +84,7 @@ class DummyForward:
         self.handles: list[Any] = []
         """Handles of hooks on these parts. The caller removes the hooks."""
 
+    @uncompiled
     def called(self, arguments: Arguments) -> bool:
         """Record a call of the module, on a batch that may be this rank's last, or on a dummy.
 
@@ -194,10 +195,11 @@ class DummyForward:
 
     def _watch_parts(self) -> None:
         """Copy the own tensors before a part runs on a dummy, if the parts run before the forward of the module."""
-        hook = ModuleHook(run_uncompiled, self._before_part)
+        hook = ModuleHook(self._before_part)
         self.handles += [part.register_forward_pre_hook(hook) for part in self._parts]
         self._parts = []
 
+    @uncompiled
     def _before_part(self, part: torch.nn.Module, *_: Any) -> None:
         if self._channel.place.step.is_dummy and not self.is_kept and (part.training or torch.is_grad_enabled()):
             self.keep()
@@ -277,12 +279,12 @@ class InnerForward(DummyForward, Uncopied):
             if self._attribute is not None:
                 attributes["forward"] = self._attribute
 
-    @not_compiled
+    @partial(uncompiled, with_calls=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, or run it on other arguments."""
         self.remove()
-        compiled, arguments = compiler_under_way() is not None, (args, kwargs)
-        if call_uncompiled(self.called, arguments) if compiled else self.called(arguments):
+        arguments = args, kwargs
+        if self.called(arguments):
             return self._run_on_dummy(arguments)
         return self.original(*args, **kwargs)
 

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from join.batch import tensors_in
 from join.collectives._torch_private import pytree
-from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled
 
 
 def with_methods(obj: Any, methods: Mapping[str, Any]) -> Callable[[], None]:
@@ -83,18 +82,12 @@ class CallInstead(Uncopied):
 class ModuleHook(partial[Any]):
     """Module hook that calls a function. In a copy of the module, the hook does nothing.
 
-    Pass :func:`run_uncompiled` and the function, unless ``torch.compile`` does not compile the function anyway.
+    The function should be :func:`~join.collectives._torch_private.uncompiled`.
     """
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         return _unchanged, (_do_nothing,)
-
-
-@not_compiled
-def run_uncompiled(call: Callable[..., Any], *args: Any) -> Any:
-    """Call ``call``, which ``torch.compile`` does not compile."""
-    return call(*args) if compiler_under_way() is None else call_uncompiled(call, *args)
 
 
 def _do_nothing(*_: Any) -> None:

@@ -27,14 +27,14 @@ from typing_extensions import override
 
 from join import Join, JoinError
 from join.batch import Step
-from join.collectives._torch_private import on_gradient
+from join.collectives._torch_private import on_gradient, uncompiled
 from join.protocol.channel import Channel
 from join.scaling import refuse_unreduced
 from joinables._torch import autograd
 from joinables._torch.objects import divisors_of, fsdp1_groups, reducers_of, reduces
 from joinables.adapter import Announcing
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, refuse_backward_on_dummy
-from joinables.modules import ModuleHook, run_uncompiled, synchronised_norms, tensors_with_grad, zero_of
+from joinables.modules import ModuleHook, synchronised_norms, tensors_with_grad, zero_of
 
 
 class ShardedModule(Announcing):
@@ -77,7 +77,7 @@ class ShardedModule(Announcing):
         not_whole = {name for prefix, part in sharded for name, _ in part.named_parameters(prefix)}
         self._dummy_forward = DummyForward(self._module, join.channel, not_whole, compares=True)
         hooks = self._check, self._before, self._after, self._reach_all
-        check, before, after, reach = [cast("Any", ModuleHook(run_uncompiled, hook)) for hook in hooks]
+        check, before, after, reach = [cast("Any", ModuleHook(hook)) for hook in hooks]
         inside = [part for _, part in sharded if part is not self._module]
         self._handles = [part.register_forward_pre_hook(check, prepend=True) for part in inside]
         self._handles.append(self._module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -108,10 +108,12 @@ class ShardedModule(Announcing):
     def synchronise_own(self, source: int) -> None:
         self._dummy_forward.synchronise(self._collective, source)
 
+    @uncompiled
     def _check(self, module: Any, args: Any) -> None:
         if not autograd.in_backward():  # a checkpointed module runs its forward again in the backward
             refuse_in_plain_block(module, "whose parameters are sharded", self._channel)
 
+    @uncompiled
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if autograd.in_backward():
             return None
@@ -137,6 +139,7 @@ class ShardedModule(Announcing):
             refuse_unreduced(self.join_name)
         self._unreduced = step.window if step.ends_window and not all(map(reduces, self._reducers)) else 0
 
+    @uncompiled
     def _after(self, module: Any, args: Any, output: Any) -> Any:
         if not self._channel.place.step.is_dummy or autograd.in_backward():
             return None
@@ -148,6 +151,7 @@ class ShardedModule(Announcing):
             on_gradient(tensor, self._gradient_enters)
         return output
 
+    @uncompiled
     def _gradient_enters(self, gradient: torch.Tensor) -> None:
         if not self._handles:  # they are removed when the block ends
             return
@@ -155,6 +159,7 @@ class ShardedModule(Announcing):
             refuse_backward_on_dummy(self._module)
         self._dummy_forward.keep_in_backward()
 
+    @uncompiled
     def _reach_all(
         self, norm: torch.nn.SyncBatchNorm, args: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor:

@@ -85,6 +85,7 @@ class ZeroStep(Announcing):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
+        self.is_pending = False
         self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step in this block
         self._steps_in_loops = 0  # with a gradient, in loops over join.iterate
         self._rates: array[float] = array("d")

@@ -21,11 +21,12 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo import eval_frame
 from torch.autograd import Variable, profiler
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import distributed_c10d
@@ -41,6 +42,25 @@ after_backward: Callable[[Callable[[], object]], None] = cast("Any", Variable._e
 Replaces a public end-of-backward hook. Callbacks run in the order in which they were queued. A callback may queue
 another one, which runs after all callbacks that were queued before.
 """
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F, *, with_calls: bool = True) -> F:
+    """Exclude a function from compilation by ``torch.compile`` and compiled autograd.
+
+    Replaces ``torch.compiler.disable``, a slow call, and ``torch._dynamo.skip``, whose import takes a second.
+
+    Args:
+        function: The function, or a hook.
+        with_calls: Whether the functions that it calls are excluded, too.
+    """
+    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(skip, skip if with_calls else default)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    cast("Any", function)._torchdynamo_disable = True
+    return function
+
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _PATIENCE = timedelta(milliseconds=50)  # for a receive over a connection that is open

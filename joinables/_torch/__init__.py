@@ -12,10 +12,9 @@ require(
         "torch._C._dynamo.eval_frame": (
             "_FrameAction",
             "_FrameExecStrategy",
-            "get_eval_frame_callback",
             "set_code_exec_strategy",
         ),
-        "torch": ("_disable_dynamo", "_foreach_copy_", "_foreach_mul_"),
+        "torch": ("_foreach_copy_", "_foreach_mul_"),
         "torch._utils": ("_flatten_dense_tensors",),
         "torch.autograd": ("_unsafe_preserve_version_counter",),
         "torch.autograd:Variable._execution_engine": ("queue_callback",),

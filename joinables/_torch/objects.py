@@ -15,10 +15,9 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._C._dynamo import eval_frame
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import _JoinConfig as TorchJoinConfig
 from torch.utils.data import DataLoader
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
     """Return the module that ``torch.compile`` made ``module`` from, or ``None``.
@@ -39,36 +36,6 @@ def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
     Replaces its class, which is slow to import.
     """
     return getattr(module, "_orig_mod", None)
-
-
-compiler_under_way: Callable[[], object] = eval_frame.get_eval_frame_callback
-"""Return the active callback of ``torch.compile``, or ``None``. Replaces the slow ``torch.compiler.disable``."""
-
-
-def not_compiled(function: F) -> F:
-    """Exclude a function from compilation, but not the functions that it calls.
-
-    Replaces ``torch.compiler.disable``, a slow call, and ``torch._dynamo.skip``, whose import takes a second.
-    """
-    action = eval_frame._FrameAction
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
-    cast("Any", function)._torchdynamo_disable = True
-    return function
-
-
-def uncompiled(function: F) -> F:
-    """Exclude a function, and the functions that it calls, from compilation.
-
-    Calls are slow even if nothing is compiled. Replaces ``torch.compiler.disable``, which imports the compiler at once;
-    this imports it at the first call.
-    """
-    return cast("F", torch._disable_dynamo(function))
-
-
-@uncompiled
-def call_uncompiled(call: Callable[..., Any], *args: Any) -> Any:
-    """Call a function without compiling it or the functions that it calls."""
-    return call(*args)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

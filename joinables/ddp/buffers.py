@@ -64,6 +64,7 @@ class BufferSync(DDPBurst):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
+        self.is_pending = False
         # A comm hook synchronises buffers after the forward, not before it.
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
         is_over = getattr(cast("object", self._ddp.module), "forward_is_over", False)

@@ -1,4 +1,4 @@
-"""Hooks on a DDP module that find its backwards and weigh their gradients: :class:`Forwards`.
+"""Hooks on a DDP module that find its backwards and weigh their gradients: :class:`Forwards`, :class:`BackwardPass`.
 
 A loss takes any way from the module to ``backward()``: through outputs, attributes, hooks or objects. So a backward is
 found where all ways end, by a hook on the node that accumulates the gradient of a parameter. The hook runs before DDP's
@@ -9,6 +9,9 @@ A backward belongs to the module if a forward with grad has run since the last o
 also belongs to it, if a gradient has entered outputs. Any other backward that reaches the parameters begins at a
 penalty on them. It adds the same gradients on all ranks, so its gradients stay as they are.
 
+All facts of a backward are in its :class:`BackwardPass`. It is ``Forwards.next`` from the first forward to the first
+gradient, and ``Arrivals.current`` afterwards. A reduction that a rank skips takes the mean out of it.
+
 The hook on outputs knows the step of the forward. On a dummy, it copies the tensors that a checkpoint will change.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import Any, cast
@@ -26,19 +30,48 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import JoinError
 from join.batch import Step
-from join.collectives._torch_private import accumulators, backward_under_way, on_gradient
+from join.collectives._torch_private import accumulators, backward_under_way, on_gradient, uncompiled
 from join.protocol.channel import Channel
 from join.scaling import Backward
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BufferSync
+from joinables.ddp.mean import Mean
 from joinables.dummy_forward import InnerForward, refuse_backward_on_dummy
-from joinables.modules import ModuleHook, run_uncompiled, synchronised_norms, tensors_with_grad
+from joinables.modules import ModuleHook, synchronised_norms, tensors_with_grad
 from joinables.own_collectives import refuse_in_plain_block
 
 IN_TORCH_JOIN = (
     "The module is or was in torch's own Join or model.join(). Remove torch's Join, which this one replaces, and wrap"
     " the plain module in a new DistributedDataParallel. [J107]"
 )
+
+
+_NONE = Backward(-1)
+
+
+@dataclass(slots=True, eq=False)
+class BackwardPass:
+    """One backward of a DDP module, from the first forward with grad since the last one to its end.
+
+    Attributes:
+        call: The call of ``backward()``, since a gradient has entered outputs of the module or arrived at a parameter.
+        step: The step of the last forward with grad; ``None`` before.
+        synchronises: Whether a forward synchronises; once a gradient has entered outputs, whether their forward does.
+        is_armed: Whether the reducer reduces in this backward, since a synchronised forward has run.
+        mean: The mean of its reduction; ``None`` before the reduction is announced.
+        factor: The number that multiplies the gradients. It is 0 on a dummy, and if a batch has the weight 0. For a
+            comm hook, it turns each gradient into a part of the mean.
+        drops: Whether gradients that a factor of 0 multiplies are ``None`` instead of zeros, which take longer. The
+            reducer then adds 0.
+    """
+
+    call: Backward = _NONE
+    step: Step | None = None
+    synchronises: bool = False
+    is_armed: bool = False
+    mean: Mean | None = None
+    factor: float = 1.0
+    drops: bool = False
 
 
 class Arrivals:
@@ -65,12 +98,8 @@ class Arrivals:
         """Called at the first gradient of a backward."""
         self.task = -1
         """The number of the last backward in which a gradient arrived at a parameter."""
-        self.factor = 1.0
-        """The number that multiplies the gradients of the current backward. It is 0 on a dummy, and if a batch has the
-        weight 0. For a comm hook, it turns each gradient into a part of the mean."""
-        self.drops = False
-        """Whether gradients that a factor of 0 multiplies are ``None`` instead of zeros, which take longer. The reducer
-        then adds 0."""
+        self.current = BackwardPass()
+        """The last backward in which a gradient arrived at a parameter."""
 
     def watch(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Register the hooks; called before the first forward of a block."""
@@ -85,11 +114,12 @@ class Arrivals:
         """Find a backward, and multiply a gradient; called before each gradient arrives at its parameter."""
         if backward_under_way() != self.task:
             self.begin()
-        if self.factor == 1.0 or (gradient := gradients[0]) is None:  # SyncBatchNorm passes None for an empty batch
+        factor, gradient = self.current.factor, gradients[0]
+        if factor == 1.0 or gradient is None:  # SyncBatchNorm passes None for an empty batch
             return None
-        if self.factor:
-            return (gradient * self.factor,)
-        return (None if self.drops else torch.zeros_like(gradient),)  # even a gradient of NaN is gone
+        if factor:
+            return (gradient * factor,)
+        return (None if self.current.drops else torch.zeros_like(gradient),)  # even a gradient of NaN is gone
 
 
 _ignore: Callable[[object], None] = deque[object](maxlen=0).append
@@ -116,26 +146,20 @@ class Forwards:
         """The layers that compute with the samples of all ranks together."""
         self.arrivals = _arrivals.get(ddp) or Arrivals(ddp)
         _arrivals[ddp] = self.arrivals
-        self.reduces_next = False
-        """Whether the reducer reduces in the next backward of any forward, since a synchronised forward has run."""
+        self.next = BackwardPass()
+        """The next backward of the module."""
         self._outputs: list[ref[torch.Tensor]] = []
-        self._awaits: Step | None = None  # the step of the last forward with grad, until its backward begins
         self._lock = RLock()  # each device has a thread that calls hooks
-        self.entered: Backward | None = None
-        """The last backward in which a gradient entered outputs of the module."""
-        self.backward: Backward = Backward(-1)
-        """The last backward of the module."""
 
     def attach(
-        self, channel: Channel, on_forward: Callable[[], None], on_backward: Callable[[bool], None]
+        self, channel: Channel, on_forward: Callable[[], None], on_backward: Callable[[BackwardPass], None]
     ) -> list[Any]:
         """Register the hooks; called when a block is entered.
 
         Args:
             channel: The channel of the block.
             on_forward: Called before each forward with grad.
-            on_backward: Called when a backward begins that reaches the parameters, with whether its forward
-                synchronises.
+            on_backward: Called with the next backward when it begins.
 
         Returns:
             The handles of the hooks, for the caller to remove when the block is left. Later hooks are added to it.
@@ -146,7 +170,7 @@ class Forwards:
         reducer.suppress_buffer_sync(ddp)
         self.inner = InnerForward(inner, channel, cast("set[str]", ddp.parameters_to_ignore))
         """The forward of the module inside, and its tensors that dummies leave unchanged."""
-        self._direct_call_hook = inner.register_forward_pre_hook(ModuleHook(run_uncompiled, self._before_inner))
+        self._direct_call_hook = inner.register_forward_pre_hook(ModuleHook(self._before_inner))
         # The user's hooks run between these two.
         before = ddp.register_forward_pre_hook(ModuleHook(self._before), prepend=True, with_kwargs=True)
         after = ddp.register_forward_hook(ModuleHook(self._after))
@@ -159,17 +183,18 @@ class Forwards:
         """Restore the module; called when the block is left and the handles are removed."""
         self.inner.remove()
         # These hold a batch, or the module.
-        del self.inner, self._channel, self._on_forward, self._on_backward, self.entered, self.backward
+        del self.inner, self._channel, self._on_forward, self._on_backward
+        self.next = self.arrivals.current = BackwardPass()
         self.arrivals.rest()
         self.arrivals.begin = bool
         self._ddp.require_forward_param_sync = self._param_sync
-        self.reduces_next = False
 
     @property
     def outputs(self) -> list[torch.Tensor]:
         """The outputs of the last synchronised forward that still exist, under ``find_unused_parameters``."""
         return [tensor for output in self._outputs if (tensor := output()) is not None]
 
+    @uncompiled
     def _before_inner(self, *_: Any) -> None:
         if reducer.is_in_forward(self._ddp):
             raise JoinError(
@@ -177,10 +202,8 @@ class Forwards:
                 " itself: ddp(...). [J108]"
             )
 
-    @objects.not_compiled
+    @uncompiled
     def _before(self, module: Any, *arguments: Any) -> None:
-        if objects.compiler_under_way() is not None:
-            return objects.call_uncompiled(self._before, module, *arguments)
         if self.inner.is_kept:  # since a part of a LossGate ran, or since a forward that raised
             self.inner.restore()
         if self._direct_call_hook is not None:
@@ -210,10 +233,8 @@ class Forwards:
             self.inner.begin(arguments)
             self.inner.put()
 
-    @objects.not_compiled
+    @uncompiled
     def _after(self, module: Any, args: Any, output: Any) -> None:
-        if objects.compiler_under_way() is not None:
-            return objects.call_uncompiled(self._after, module, args, output)
         if self.inner.is_kept:
             self.inner.restore()
         if not torch.is_grad_enabled():
@@ -223,11 +244,13 @@ class Forwards:
         is_one = isinstance(output, torch.Tensor) and output.requires_grad  # the usual case
         outputs = [output] if is_one else tensors_with_grad(output)
         synchronises = bool(self._ddp.require_backward_grad_sync)
-        self.reduces_next |= synchronises
-        self._awaits = self._channel.place.step
-        if synchronises and self._ddp.find_unused_parameters:
-            self._outputs = [ref(tensor) for tensor in outputs]
-        hook = partial(self._gradient_enters, synchronises, self._awaits)
+        backward, step = self.next, self._channel.place.step
+        backward.step = step
+        if synchronises:
+            backward.synchronises = backward.is_armed = True
+            if self._ddp.find_unused_parameters:
+                self._outputs = [ref(tensor) for tensor in outputs]
+        hook = partial(self._gradient_enters, synchronises, step)
         for tensor in outputs:
             handle = on_gradient(tensor, hook)
             if tensor.is_leaf:  # the user's own tensor, returned unchanged, outlives the graph
@@ -243,9 +266,9 @@ class Forwards:
         """
         if "_channel" not in vars(self):  # the block has ended, and this is an ordinary DDP module
             return
-        backward = self._channel.scaling.enter_backward()
-        if backward is not self.entered:
-            self.entered, self._entered_synchronises = backward, synchronises
+        call, backward = self._channel.scaling.enter_backward(), self.next
+        if call is not backward.call:
+            backward.call, backward.synchronises = call, synchronises
             self.arrivals.task = -1
             self.arrivals.arm()
         if step.is_dummy or step is not self._channel.place.step:
@@ -270,25 +293,29 @@ class Forwards:
         """Find out which backward it is whose first gradient arrives, and begin it if it is a new one of the module."""
         arrivals = self.arrivals
         with self._lock:
-            task, backward = backward_under_way(), self.entered
+            task, backward = backward_under_way(), self.next
             if task == arrivals.task:
                 return
-            if backward is None or backward.task != task:
-                backward = self._channel.scaling.enter_backward(may_be_inside=True)
-            if backward is not self.backward:
-                arrivals.factor, is_entered = 1.0, backward is self.entered
-                if not is_entered and reducer.is_in_forward(self._ddp):
+            call = backward.call
+            if call.task != task:
+                call = self._channel.scaling.enter_backward(may_be_inside=True)
+            if call is not arrivals.current.call:
+                is_hidden = call is not backward.call  # no gradient has entered outputs
+                if is_hidden and reducer.is_in_forward(self._ddp):
                     name = type(cast("object", self._ddp.module)).__name__
                     raise JoinError(
                         f"A backward ran inside the forward of DistributedDataParallel({name}). It can neither be"
                         " announced nor shadowed there. Return the loss from the forward, and call backward() after it."
                         " [J109]"
                     )
-                if is_entered or self._awaits is not None:
-                    if self._awaits is not None and not is_entered:
-                        self._check_step(self._awaits)
-                    self.backward, self._awaits = backward, None
-                    self._on_backward(is_entered and self._entered_synchronises)
+                if is_hidden and backward.step is not None:
+                    self._check_step(backward.step)
+                    backward.call = call
+                if backward.call is call:
+                    self._on_backward(backward)
+                else:  # it begins at a penalty on the parameters
+                    backward = BackwardPass()
+                arrivals.current = backward
             arrivals.task = task
-            if arrivals.factor == 1.0:
+            if arrivals.current.factor == 1.0:
                 arrivals.rest()

@@ -54,7 +54,7 @@ class Mean:
         weighted: Whether weights are summed. ``Join.scale`` has multiplied the losses by ``weight / unit`` then.
         in_parts: Whether gradients become parts of the mean before they are reduced.
         with_buffers: Whether the header was sent in the forward, and announces the buffers too.
-        window: The window of the reduction.
+        window: The window of the reduction, once it is closed.
         unit: The unit of the weights.
     """
 
@@ -65,7 +65,7 @@ class Mean:
     weighted: bool = False
     in_parts: bool = False
     with_buffers: bool = False
-    window: Window = field(default_factory=Window)
+    window: Window = field(init=False)
     unit: float = 1.0
     _sum: Sum[float] | None = field(default=None, init=False)
 

@@ -17,6 +17,8 @@ from ``backward()`` to ``step()``::
 - ``_finish`` turns the quotient of DDP into the mean. The gradient of a parameter that no rank used becomes the last
   result again. In a loop, ``_finish`` is skipped if it has nothing to do. ``synchronise_own`` then checks at the end of
   the loop that the reducer has finished.
+- ``BackwardPass`` has the facts of one backward (``joinables.ddp.forwards``). Its burst is pending while the next one
+  has a mean.
 - ``Mean`` is what one reduction divides gradients by, and all that is known of it (``joinables.ddp.mean``).
 - ``Window`` knows whether gradients wait for a reduction (``joinables.ddp.window``). It is open from the first backward
   of a window to ``_close_window``, and outlives the block.
@@ -32,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
+from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -42,12 +45,12 @@ from join import Join, Joinable, JoinError, JoinHook, ProtocolError
 from join.collectives._torch_private import after_backward, are_zero, writes_to
 from join.held import Part
 from join.protocol.channel import Phase
-from join.scaling import refuse_unreduced, refuse_weight
+from join.scaling import Backward, refuse_unreduced, refuse_weight
 from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
 from joinables.attributes import parts_of_module
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
-from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
+from joinables.ddp.forwards import IN_TORCH_JOIN, BackwardPass, Forwards
 from joinables.ddp.mean import ANNOUNCED, CONTRIBUTES, WEIGHTED, WITH_BUFFERS, Mean
 from joinables.ddp.parameters import UsedParameters, refuse_unreduced_parameters
 from joinables.ddp.window import LastResult, Window, have_none, memory_of
@@ -69,6 +72,7 @@ class GradientSync(DDPBurst):
     runs_ahead = True
     join_keywords: ClassVar[frozenset[str] | None] = frozenset({"divide_by_initial_world_size"})
     flag_count = 3
+    is_pending = property(attrgetter("_forwards.next.mean"))
 
     def __init__(self, ddp: DistributedDataParallel, buffers: BufferSync | None, rebuild: BucketRebuild) -> None:
         super().__init__(ddp)
@@ -110,8 +114,6 @@ class GradientSync(DDPBurst):
         unknown = {"times": None} if self._over_all_ranks else {"multiple": None}
         self._unweighted = partial(Mean, join.channel, self, **unknown)
         self._weighted = partial(Mean, join.channel, self, None, None, weighted=True, in_parts=self._has_comm_hook)
-        self._mean: Mean = self._unweighted()
-        """The mean of the last reduction that was announced."""
         self._agrees_on_weights = False
         """Whether the headers of all active ranks agreed on weights in the last reduction of a plain block."""
         self._used = UsedParameters(self._ddp, self._parameters, join.channel)
@@ -134,7 +136,7 @@ class GradientSync(DDPBurst):
             self._memory.own = sampled(self._parameters)
         self._forwards.detach()
         self._used.detach()
-        del self._scope, self._unweighted, self._weighted, self._mean, self._sharing  # they hold the channel, or this
+        del self._scope, self._unweighted, self._weighted, self._sharing  # they hold the channel, or this
 
     @override
     def exchange(self, source: int) -> Exchange:
@@ -235,7 +237,9 @@ class GradientSync(DDPBurst):
         zeroed is dropped here.
         """
         if active:
-            return (self._mean.with_buffers, True, self._mean.weighted)
+            mean = self._forwards.next.mean
+            assert mean is not None
+            return (mean.with_buffers, True, mean.weighted)
         window = self._memory.window
         if window.is_earlier:
             return (False, False, False)
@@ -248,16 +252,16 @@ class GradientSync(DDPBurst):
 
     def _begin_forward(self) -> None:
         """Announce the backward if it is due now, and synchronise buffers; called before a forward with grad."""
-        channel, buffers = self._channel, self._buffers
+        channel, buffers, backward = self._channel, self._buffers, self._forwards.next
         if channel.place.phase is Phase.LEFT:
             channel.end_left_loop()  # not later: the end of the loop writes to buffers that this forward saves
         window = self._memory.window
         if self._ddp.find_unused_parameters:
-            if have_none(self._parameters) and not self._forwards.reduces_next:
+            if have_none(self._parameters) and not backward.is_armed:
                 reducer.forget_use(self._ddp)
             if channel.place.step.in_loop:
                 self._used.watch()
-        if not self._ddp.require_backward_grad_sync or self.is_pending:
+        if not self._ddp.require_backward_grad_sync or backward.mean is not None:
             return
         # How often the last result counts may depend on the number of contributors. So if the gradients may contain it,
         # the header is sent with the backward, when zero_grad may have been called. Under a mean over contributors, a
@@ -270,12 +274,10 @@ class GradientSync(DDPBurst):
                 early = buffers is not None
             else:
                 early = (window.backwards > 0 and not window.kept) or have_none(self._parameters)
-            if early:
-                self._mean = (self._unweighted if self._scope.weight is None else self._weighted)()
-                self._mean.with_buffers = buffers is not None
         if early:
+            backward.mean = (self._unweighted if self._scope.weight is None else self._weighted)()
+            backward.mean.with_buffers = buffers is not None
             channel.announce(self)
-            self.is_pending = True
         elif buffers is not None:
             channel.announce(buffers)
         if buffers is not None:
@@ -286,11 +288,11 @@ class GradientSync(DDPBurst):
     # After the arithmetic of a step, a call finds cold caches and costs microseconds, as much as a small layer. So most
     # conditions of a backward are tested before a call instead of inside it.
 
-    def _begin_backward(self, synchronised: bool) -> None:
+    def _begin_backward(self, backward: BackwardPass) -> None:
         """Count a backward in the window, choose its mean, and begin the reduction if it is the last of the window.
 
         Args:
-            synchronised: Whether the forward of the backward synchronises.
+            backward: The backward.
 
         Raises:
             JoinError: If the weight or the scaling of the loss does not match the forward or the rest of the window.
@@ -298,64 +300,67 @@ class GradientSync(DDPBurst):
         channel, forwards, window = self._channel, self._forwards, self._memory.window
         if channel.place.phase is Phase.LEFT:
             channel.end_left_loop()
-        step, backward, arrivals = channel.place.step, forwards.backward, forwards.arrivals
+        step, call, announced = channel.place.step, backward.call, backward.mean
         if window.sample is not None:
             self._notice_own_step()
         for other in self._sharing:
-            self._refuse_shared_backward(other)
+            self._refuse_shared_backward(call, other)
         if step.in_loop:
             weight = step.weight
-            if channel.scaling.in_use is not backward.scaled:
-                self._check_scaling(backward.scaled)
+            if channel.scaling.in_use is not call.scaled:
+                self._check_scaling(call.scaled)
             window, mean = self._enter_window()
         else:
             self.own_steps += 1
             weight = self._scope.weight
             if window.backwards or window.number:
                 window, _ = self._enter_window()
-            if weight is not None or backward.weight is not None or window.weight is not None or self._mean.weighted:
-                self._weigh(weight, window)
-            mean = self._mean if self.is_pending else (self._unweighted if weight is None else self._weighted)()
-        arrivals.factor, arrivals.drops = 0.0 if weight == 0 else 1.0, False
+            mean = announced or (self._unweighted if weight is None else self._weighted)()
+            if weight is not None or call.weight is not None or window.weight is not None or mean.weighted:
+                self._weigh(weight, window, call, mean)
+        backward.factor = 0.0 if weight == 0 else 1.0
         window.backwards += 1
-        if not (forwards.reduces_next or synchronised):
+        if not (backward.is_armed or backward.synchronises):
+            forwards.next = BackwardPass(mean=announced)  # it is announced if a forward has raised
             if window.sample is None and not step.in_loop:
                 window.sample = sampled(self._parameters)
             if mean.times != 1.0 and window.backwards == 1:
                 window.kept = LastResult.copy_of(self._parameters)
-            backward.at_end.append(partial(self._remember_writes, window))
+            call.at_end.append(partial(self._remember_writes, window))
             return
-        if not forwards.reduces_next:  # a second backward, whose gradients DDP itself would not reduce
+        if not backward.is_armed:  # a second backward, whose gradients DDP itself would not reduce
             reducer.expect_backward(self._ddp, forwards.outputs)
-        self._mean = mean
-        if not self.is_pending:
+        backward.mean = mean
+        if announced is None:
             channel.announce(self)
         if not step.in_loop and mean.weighted is not self._agrees_on_weights:
             mean = self._agree()
-        self._close_window(is_first=window.backwards == 1)
-        self.is_pending = forwards.reduces_next = False
-        arrivals.drops = not (arrivals.factor or self._may_be_read or reducer.have_hooks(self._parameters))
+        backward.factor *= self._close_window(mean, is_first=window.backwards == 1)
+        backward.drops = not (backward.factor or self._may_be_read or reducer.have_hooks(self._parameters))
+        forwards.next = BackwardPass()
         if channel.guard.timeout is not None and not step.in_loop:
             # This is before the reducer waits, which does not look for missing ranks.
             after_backward(channel.headers.read)
         counts_use = self._used.counts and window.with_dummies
         if not step.in_loop or mean.multiple != 1.0 or counts_use or self._rebuild.is_due:
-            backward.at_end.append(partial(self._finish, self._parameters))
+            call.at_end.append(partial(self._finish, mean, self._parameters))
 
-    def _weigh(self, weight: float | None, window: Window) -> None:
+    def _weigh(self, weight: float | None, window: Window, call: Backward, mean: Mean) -> None:
         """Add the weight of a backward in a plain block to the window, and check that they match.
 
         Args:
             weight: The weight.
             window: The window of the backward.
+            call: The call of the backward.
+            mean: The mean of the backward.
         """
-        if weight != self._forwards.backward.weight:
+        if weight != call.weight:
             refuse_weight(weight, self.join_name)
         if window.backwards and (window.weight is None) != (weight is None):
             raise JoinError(
                 "join.weight was set or unset in an accumulation window. Set it in every step or in none. [J111]"
             )
-        if self.is_pending and self._mean.weighted != (weight is not None):
+        if mean.weighted != (weight is not None):
             raise JoinError(
                 "join.weight was set or unset between forward and backward. Set it before the forward. [J106]"
             )
@@ -379,15 +384,14 @@ class GradientSync(DDPBurst):
                 " [J277]"
             )
         self._agrees_on_weights = using > 0
-        self._mean = (self._weighted if using else self._unweighted)()
-        self._mean.with_buffers = counts[WITH_BUFFERS] > 0
-        return self._mean
+        mean = (self._weighted if using else self._unweighted)()
+        mean.with_buffers = counts[WITH_BUFFERS] > 0
+        return mean
 
-    def _refuse_shared_backward(self, other: GradientSync) -> None:
+    def _refuse_shared_backward(self, call: Backward, other: GradientSync) -> None:
         """Refuse a backward through two modules that share a parameter, unless reductions leave a mean as it is."""
-        backward = self._forwards.backward
-        is_mean = self._channel.place.step.in_loop and (backward.scaled or self._over_all_ranks)
-        if not is_mean and backward in (other._forwards.backward, other._forwards.entered):
+        is_mean = self._channel.place.step.in_loop and (call.scaled or self._over_all_ranks)
+        if not is_mean and call in (other._forwards.next.call, other._forwards.arrivals.current.call):
             #: Or loop over `join.iterate`, and call `join.scale(loss).backward()`.
             raise JoinError(
                 f"Two modules that share a parameter are in one backward ({self.join_name}, {other.join_name}), so each"
@@ -448,14 +452,18 @@ class GradientSync(DDPBurst):
 
     # -- a reduction on any rank --------------------------------------------------------------------------------------
 
-    def _close_window(self, *, is_first: bool = False) -> None:
+    def _close_window(self, mean: Mean, *, is_first: bool = False) -> float:
         """Close the window: correct its gradients for the reduction, and start the sum of n or S if needed.
 
         Args:
+            mean: The mean that the reduction makes.
             is_first: Whether this is at the beginning of the window's first backward, so that gradients, if any, are
                 the last result.
+
+        Returns:
+            The factor of the gradients that arrive in the rest of the backward.
         """
-        mean, window = self._mean, self._memory.window
+        window, factor = self._memory.window, 1.0
         has_kept = mean.times != 1.0 and (window.kept or (is_first and not have_none(self._parameters)))
         if has_kept and (times := mean.count(window)) != 1:
             window.kept = window.kept or LastResult.copy_of(self._parameters)
@@ -463,15 +471,16 @@ class GradientSync(DDPBurst):
         if mean.multiple is None and (mean.with_buffers or mean.weighted):  # otherwise the header counts contributors
             mean.begin(window)
         if mean.in_parts:
-            factor = mean.factor()
-            self._forwards.arrivals.factor *= factor
+            factor, mean.multiple = mean.factor(), 1.0
             reducer.multiply_gradients(self._parameters, factor)
         mean.window, self._memory.window = window, Window()
+        return factor
 
-    def _finish(self, parameters: Sequence[torch.nn.Parameter], *, leads: bool = True) -> None:
+    def _finish(self, mean: Mean, parameters: Sequence[torch.nn.Parameter], *, leads: bool = True) -> None:
         """Turn the result of a reduction, which is the sum divided by the world size, into the mean.
 
         Args:
+            mean: The mean.
             parameters: The parameters that have the result in ``grad``.
             leads: Whether this rank is active. It then announces the rebuild of the buckets after the first backward.
 
@@ -483,21 +492,19 @@ class GradientSync(DDPBurst):
         leaves_unused = self._ddp.find_unused_parameters or self._ddp.static_graph
         touched = reducer.used_anywhere(self._ddp) if leaves_unused else None
         if touched is not None:
-            self._mean.window.kept.restore(self._parameters, touched)
-        self._mean.window.kept.clear()  # it is as large as the gradients
-        factor = self._mean.multiple
-        if factor is None and not self._mean.in_parts:
-            factor = self._mean.factor()
-        if factor not in (None, 1.0):
+            mean.window.kept.restore(self._parameters, touched)
+        mean.window.kept.clear()  # it is as large as the gradients
+        factor = mean.multiple or mean.factor()
+        if factor != 1.0:
             reducer.multiply_gradients(parameters, factor, touched)
-        if self._used.counts and self._mean.window.with_dummies:
+        if self._used.counts and mean.window.with_dummies:
             self._used.end_reduction()
         if leads and self._rebuild.is_due:
             self._rebuild.run()
 
-    def _shadow(self, parameters: Sequence[torch.nn.Parameter], *, leads: bool) -> None:
+    def _shadow(self, mean: Mean, parameters: Sequence[torch.nn.Parameter], *, leads: bool) -> None:
         """Run a reduction without a backward of this rank's own; the arguments are those of :meth:`_finish`."""
-        self._close_window()
+        self._close_window(mean)
         if self._ddp.static_graph and reducer.first_static_backward(self._ddp):
             self._channel.guard.post_and_raise(
                 JoinError(
@@ -507,7 +514,7 @@ class GradientSync(DDPBurst):
                 )
             )
         reducer.shadow_backward(self._ddp, parameters)
-        self._finish(parameters, leads=leads)
+        self._finish(mean, parameters, leads=leads)
 
     def _drop(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Drop the gradients of these parameters, so that this rank contributes nothing to the next reduction."""
@@ -522,7 +529,8 @@ class GradientSync(DDPBurst):
     @override
     def main_hook(self) -> None:
         """Run a backward that contributes only the gradients which this rank had accumulated, if any."""
-        if self._agree().with_buffers and self._buffers is not None:
+        mean = self._agree()
+        if mean.with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         parameters = self._parameters
         if self._memory.window.is_earlier or not self._memory.window.backwards:
@@ -535,7 +543,7 @@ class GradientSync(DDPBurst):
             if not (readers or is_more):
                 parameters = []  # the end of the block overwrites their gradients
             self._drop(parameters)
-        self._shadow(parameters, leads=False)
+        self._shadow(mean, parameters, leads=False)
         self._rebuild.holds_followers = self._rebuild.is_due  # active ranks announce the rebuild next
 
     @override
@@ -548,14 +556,15 @@ class GradientSync(DDPBurst):
         Raises:
             ProtocolError: If other ranks ran the backward, and this rank had data or unreduced gradients.
         """
-        self.is_pending = False
-        channel, memory = self._channel, self._memory
-        in_loop = channel.place.step.in_loop
+        channel, memory, backward = self._channel, self._memory, self._forwards.next
+        mean, in_loop = backward.mean, channel.place.step.in_loop
+        assert mean is not None
+        backward.mean, backward.is_armed = None, False
         if in_loop or memory.window.is_earlier:
-            _, mean = self._enter_window()
-            self._mean = mean if in_loop else self._mean
-        if not in_loop and self._mean.weighted is not self._agrees_on_weights:
-            self._agree()
+            _, mean_of_loop = self._enter_window()
+            mean = mean_of_loop if in_loop else mean
+        if not in_loop and mean.weighted is not self._agrees_on_weights:
+            mean = self._agree()
         window, gradients = memory.window, [parameter.grad for parameter in self._parameters]
         is_joined = channel.place.phase is Phase.DRAINING
         has_data = window.backwards > 0 or not (channel.place.step.is_dummy or is_joined)
@@ -565,7 +574,7 @@ class GradientSync(DDPBurst):
         try:
             self._drop(self._parameters)
             memory.window.with_dummies = window.with_dummies
-            self._shadow(self._parameters, leads=True)
+            self._shadow(mean, self._parameters, leads=True)
             has_result = self._certainly_has_result()
             if takes_result and has_result:
                 gradients = [parameter.grad for parameter in self._parameters]
@@ -574,7 +583,6 @@ class GradientSync(DDPBurst):
                 parameter.grad = gradient
         if not has_result:  # perhaps all ranks have skipped the backward, so gradients of before stay unreduced
             memory.window = window
-        self._forwards.reduces_next = False
         if has_result and has_data and not is_joined:
             reason = (
                 f"Rank {self._collective.rank} skipped {self.join_name}, but other ranks ran it, so this rank has no"

@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "not is_entered and reducer.is_in_forward(self._ddp)",
+        "is_hidden and reducer.is_in_forward(self._ddp)",
         "False",
         "tests/join/failure/test_training.py::test_a_backward_inside_the_forward",
     ),
@@ -244,8 +244,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "        if self.factor:\n            return (gradient * self.factor,)",
-        "        if self.factor != 1.0:\n            return (gradient * self.factor,)",
+        "        if factor:\n            return (gradient * factor,)",
+        "        if factor != 1.0:\n            return (gradient * factor,)",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number",
     ),
     Mutant(
@@ -457,8 +457,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "        if not is_mean and backward in (",
-        "        if False and backward in (",
+        "        if not is_mean and call in (",
+        "        if False and call in (",
         "tests/joinables/ddp/test_unknown_parameters.py::test_one_backward_of_modules_that_share_a_parameter_is_an_error",
     ),
     Mutant(
@@ -763,8 +763,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "            self._forwards.arrivals.factor *= factor\n",
-        "            self._forwards.arrivals.factor = factor\n",
+        "        backward.factor *= self._close_window(",
+        "        backward.factor = self._close_window(",
         "tests/joinables/ddp/test_weight.py::test_weight_0_of_a_gradient_that_is_no_number[True]",
     ),
     Mutant(
@@ -787,8 +787,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "        self.reduces_next |= synchronises",
-        "        self.reduces_next = synchronises",
+        "        if synchronises:\n            backward.synchronises = backward.is_armed = True\n",
+        "        backward.is_armed = synchronises\n        if synchronises:\n",
         "tests/joinables/ddp/test_backwards.py::test_two_forwards_of_which_one_synchronises",
     ),
     Mutant(
@@ -847,27 +847,27 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "                if is_entered or self._awaits is not None:",
-        "                if is_entered:",
+        "                if is_hidden and backward.step is not None:",
+        "                if False:",
         "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[distribution: last: weights]",
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "                arrivals.factor, is_entered = 1.0, backward is self.entered",
-        "                is_entered = backward is self.entered",
+        "                    backward = BackwardPass()\n",
+        "                    backward = arrivals.current\n",
         "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[outputs: empty: after]",
     ),
     Mutant(
-        "joinables/ddp/forwards.py",
-        "                    self.backward, self._awaits = backward, None",
-        "                    self.backward = backward",
+        "joinables/ddp/reduction.py",
+        "        forwards.next = BackwardPass()\n",
+        "        forwards.next = BackwardPass(step=backward.step)\n",
         "tests/joinables/ddp/test_ways_of_losses.py::test_as_one_process[outputs: empty: after]",
     ),
     Mutant(
         "joinables/ddp/forwards.py",
         "        self.arrivals.rest()\n",
         "        pass\n",
-        "tests/joinables/ddp/test_hooks_on_parameters.py::test_as_one_process[True-False]",
+        "tests/joinables/ddp/test_hooks_on_parameters.py::test_hooks_rest_outside_of_blocks",
     ),
     Mutant(
         "joinables/unlisted.py",
@@ -892,5 +892,23 @@ MUTANTS = [
         "        finalize(ddp, self._remove).atexit = False",
         "        ",
         "tests/joinables/ddp/test_hooks_on_parameters.py::test_hooks_end_with_the_module_that_wraps",
+    ),
+    Mutant(
+        "join/scaling.py",
+        "    @uncompiled\n    def begin_backward(",
+        "    def begin_backward(",
+        "tests/joinables/ddp/test_compiled_autograd.py::test_weights_in_a_block_that_does_nothing",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "        backward.mean, backward.is_armed = None, False\n",
+        "        backward.mean, backward.is_armed, backward.synchronises = None, False, False\n",
+        "tests/joinables/ddp/test_ways_of_losses.py::test_a_hidden_backward_after_its_burst_was_run_without_it",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "            forwards.next = BackwardPass(mean=announced)",
+        "            forwards.next = BackwardPass()",
+        "tests/joinables/ddp/test_backwards.py::test_a_backward_under_no_sync_after_a_forward_that_raised",
     ),
 ]

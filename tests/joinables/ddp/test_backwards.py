@@ -233,3 +233,31 @@ def test_a_backward_that_all_ranks_skip_under_a_hook_that_remembers(pool: Pool) 
     expected = [parameter.grad + 1 for parameter in model.parameters() if parameter.grad is not None]
     for found in pool.run(skips_under_a_hook, ranks=2):
         torch.testing.assert_close(found, expected)
+
+
+def refuse(module: nn.Module, args: Any) -> None:
+    raise OverflowError
+
+
+def tries_again(rank: int, raises: bool) -> list[torch.Tensor]:
+    """A forward that has announced its backward raises. The window that follows is reduced by its last backward."""
+    ddp = DistributedDataParallel(build(Case("again", buffers=True)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with Join([ddp, optimizer], divide_by_initial_world_size=False):
+        for step in range(3 - 2 * rank):
+            x = batch(rank, 0, step)[0].double()
+            optimizer.zero_grad()
+            if raises:
+                handle = ddp.module[-1].register_forward_pre_hook(refuse)
+                with pytest.raises(OverflowError):
+                    ddp(x)
+                handle.remove()
+            with ddp.no_sync():
+                ddp(x).square().mean().backward()
+            ddp(x + 1).square().mean().backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+def test_a_backward_under_no_sync_after_a_forward_that_raised(pool: Pool) -> None:
+    torch.testing.assert_close(pool.run(tries_again, True, ranks=2), pool.run(tries_again, False, ranks=2))

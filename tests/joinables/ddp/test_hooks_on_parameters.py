@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -115,6 +116,21 @@ def hooks_after_wrapping(rank: int) -> list[int]:
 def test_hooks_end_with_the_module_that_wraps(pool: Pool) -> None:
     for counts in pool.run(hooks_after_wrapping, ranks=2):
         assert counts == [2, 2, 2]
+
+
+def hooks_called_after_the_block(rank: int) -> int:
+    ddp, called = DistributedDataParallel(build("mlp")), list[str]()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with Join([ddp]):
+        ddp(batch(rank, 0, 0)[0]).sum().backward()
+    sys.setprofile(lambda frame, event, argument: called.append(frame.f_code.co_name))
+    step_after_the_block(ddp, optimizer)
+    sys.setprofile(None)
+    return called.count("_arrive")
+
+
+def test_hooks_rest_outside_of_blocks(pool: Pool) -> None:
+    assert pool.run(hooks_called_after_the_block, ranks=2) == [0, 0]
 
 
 def refuse(gradient: torch.Tensor) -> None:

@@ -14,8 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
+from join.collectives import collective_of
 from tests.harness import Pool, all_or_each
-from tests.training import TOLERANCE, batch
+from tests.join.counter import Counter
+from tests.training import FEATURES, TOLERANCE, batch, build
 from tests.ways import Model
 
 EPOCHS = (3, 5, 0), (4, 3, 6)
@@ -198,3 +200,60 @@ def test_as_one_process(pool: Pool, case: Case) -> None:
     expected = alone(case)
     for found in pool.run(train, case):
         torch.testing.assert_close(found, expected, atol=10 * TOLERANCE, rtol=1e-4)
+
+
+class Shown:
+    """The outputs of a DDP module, which its forward hides if ``hides``: it returns copies without a graph."""
+
+    def __init__(self, ddp: DistributedDataParallel, hides: bool) -> None:
+        self._ddp, self._hides, self._last = ddp, hides, torch.zeros(())
+        cast("nn.Module", ddp.module).register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        self._last = output
+        return output.detach() if self._hides else output
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self._ddp(x)
+        return self._last
+
+
+def train_two_modules(rank: int, hides: bool, iterates: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    modules = [DistributedDataParallel(nn.Linear(*sizes)) for sizes in ((FEATURES, 6), (6, 1))]
+    first, second = (Shown(ddp, hides) for ddp in modules)
+    parameters = [parameter for ddp in modules for parameter in ddp.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.05)
+    rows = [batch(rank, 0, step)[0] for step in range((3, 5, 0)[rank])]
+    with Join([*modules, optimizer], divide_by_initial_world_size=False) as join:
+        for x in join.iterate(rows, dummy="last") if iterates else rows:
+            optimizer.zero_grad()
+            second(torch.tanh(first(x))).square().mean().backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("iterates", [False, True])
+def test_two_modules_that_hide_their_outputs(pool: Pool, iterates: bool) -> None:
+    torch.testing.assert_close(
+        pool.run(train_two_modules, True, iterates), pool.run(train_two_modules, False, iterates)
+    )
+
+
+def train_late(rank: int, hides: bool) -> list[torch.Tensor]:
+    """The header of each backward is sent in the forward, and another joinable communicates before the backward."""
+    ddp, counter = DistributedDataParallel(build("norm")), Counter(collective_of(None))
+    outputs, optimizer = Shown(ddp, hides), torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with Join([ddp, counter, optimizer], divide_by_initial_world_size=False):
+        for x, y in [batch(rank, 0, step) for step in range(4 - 2 * rank)]:
+            optimizer.zero_grad()
+            loss = (outputs(x) - y).square().mean()
+            counter()
+            loss.backward()
+            counter()
+            optimizer.step()
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+def test_a_hidden_backward_after_its_burst_was_run_without_it(pool: Pool) -> None:
+    torch.testing.assert_close(pool.run(train_late, True, ranks=2), pool.run(train_late, False, ranks=2))

@@ -17,6 +17,7 @@ frames hold tensors.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -24,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from types import FrameType
 
 from join.collectives._torch_private import started_operations
 from join.collectives.board import Board, Progress
@@ -206,6 +208,22 @@ def placed(progress: Progress, thread: int) -> Progress:
     return progress._replace(place=f"{place} ({line})" if line else place, kind=kind, call=call)
 
 
+def current_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread, as ``sys._current_frames`` does, without collecting garbage meanwhile.
+
+    That function holds a lock of the interpreter, and before CPython 3.11.9 may begin a collection with it. If this
+    frees a tensor, another thread can run, and wait for the lock while it holds the GIL. Then the process hangs for
+    good (python/cpython#106883).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _stack(thread: int) -> tuple[list[tuple[str, str]], list[str], str]:
     """Return where a thread is.
 
@@ -214,7 +232,7 @@ def _stack(thread: int) -> tuple[list[tuple[str, str]], list[str], str]:
         modules of all frames. The line of the user's code. If this line is in an installed package, the line of the
         user's own code that called the package follows.
     """
-    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    frame = current_frames().get(thread)
     above, modules = list[tuple[str, str]](), list[str]()
     lines: dict[bool, str] = {}  # by whether it is in an installed package
     while frame is not None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
 from join.collectives._torch_private import backward_under_way
+from join.failure.wait import current_frames
 
 
 def in_backward() -> bool:
@@ -48,7 +49,7 @@ def differentiated_collective(group: Any) -> str:
 
 
 def _roots() -> list[torch.Tensor]:
-    others = sys._current_frames()
+    others = current_frames()
     del others[threading.get_ident()]  # a frame that refers to itself would keep its variables
     for frame in (sys._getframe(1), *others.values()):
         if (tensors := variable_of(torch.autograd.backward, "tensors", frame)) is not None:

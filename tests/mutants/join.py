@@ -997,6 +997,12 @@ MUTANTS = [
         "tests/join/failure/test_watch.py::test_a_rank_may_be_in_an_earlier_block",
     ),
     Mutant(
+        "join/failure/wait.py",
+        "    gc.disable()\n",
+        "",
+        "tests/join/failure/test_wait.py::test_no_garbage_is_collected_while_frames_are_read",
+    ),
+    Mutant(
         "joinables/trainer/launch.py",
         "            _serve_beside(self._node, method)\n",
         "            if self._node.address and 0 in ranks: _served[None] = _serve(self._node.address)\n",

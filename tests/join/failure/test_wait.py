@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import threading
 import weakref
 from typing import Any
@@ -249,3 +250,13 @@ def test_no_frame_outlives_its_reading() -> None:
 def test_the_switch_reads_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JOIN_EXPLAIN_WAITS", "0")
     assert wait.placed(Progress(place="begins"), threading.get_ident()) == Progress(place="begins")
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_garbage_is_collected_while_frames_are_read(is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "_current_frames", lambda: {0: gc.isenabled()})
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        assert (wait.current_frames(), gc.isenabled()) == ({0: False}, is_enabled)
+    finally:
+        gc.enable()

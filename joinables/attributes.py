@@ -9,7 +9,7 @@ its extra state. :func:`kept_attributes` undoes what a forward that raised has w
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from enum import Enum
@@ -30,6 +30,7 @@ _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, partial)
 _VALUES = (torch.Tensor, Enum, type)
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy"})
 _MOST_PARTS = 100
+_MUTABLE = (dict, OrderedDict, defaultdict, list, deque, set)
 
 
 @cache
@@ -162,24 +163,28 @@ def kept_attributes(module: torch.nn.Module) -> Callable[[], None]:
 
     Tensors that are written in place, containers over 1 MiB, and objects of other classes stay as they are.
     """
-    kept = list[tuple[torch.nn.Module, dict[str, Any]]]()
+    kept, containers = list[tuple[torch.nn.Module, dict[str, Any]]](), dict[int, tuple[Any, Any]]()
     for part in module.modules():
         held = {key: value for key, value in vars(part).items() if key not in _OF_MODULES or type(value) in PLAIN}
-        kept.append((part, {key: value if type(value) in PLAIN else _copied(value) for key, value in held.items()}))
+        kept.append((part, held))
+        inside = [value for value in held.values() if type(value) not in PLAIN and not is_larger(value, LARGEST)]
+        while inside:
+            each = inside.pop()
+            if isinstance(each, (dict, *CONTAINERS)) and id(each) not in containers:
+                inside += each.values() if isinstance(each, dict) else each
+                if type(each) in _MUTABLE:
+                    containers[id(each)] = each, copy(each)
 
     def restore() -> None:
         for part, values in kept:
             for key in vars(part).keys() - values.keys() - _OF_MODULES:
                 del vars(part)[key]
-            _load(part, values)
+            vars(part).update(values)
+        for each, before in containers.values():
+            each.clear()
+            (each.extend if isinstance(each, (list, deque)) else each.update)(before)
 
     return restore
-
-
-def _copied(value: Any) -> Any:
-    """Return a value with copies of the containers in it."""
-    is_copied = isinstance(value, (dict, *CONTAINERS)) and not is_larger(value, LARGEST)
-    return cast("Any", pytree.tree_map_only(set, copy, value) if is_copied else value)
 
 
 def _load_extra(part: torch.nn.Module, values: Mapping[str, Any]) -> None:

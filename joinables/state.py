@@ -20,6 +20,7 @@ rank has its own buffers.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from numbers import Integral, Real
@@ -121,7 +122,8 @@ class OptimizerState(Silent):
     def exchange(self, source: int) -> Exchange:
         groups, parameters = self._target.param_groups, parameters_of(self._target)
         shapes = str([[tuple(parameter.shape) for parameter in group["params"]] for group in groups])
-        entries = {"groups": without_params(groups), **self._states(parameters)}
+        values = {("group", index): group for index, group in enumerate(without_params(groups))}
+        entries: dict[Any, Any] = {**values, **self._states(parameters)}
         why_not, own = unlike_others(parameters), dict[Any, Packed]()
         try:
             known = numbered(parameters)
@@ -139,12 +141,15 @@ class OptimizerState(Silent):
         if self._collective.rank == source or inbox.keeps or why_not or refused:
             yield why_not
             return
+        first = next(iter(parameters), None)  # whose device has tensors that this rank has not
+        likes = {("group", index): next(iter(group["params"]), first) for index, group in enumerate(groups)}
         for key, (data, tensors) in theirs.items():
             mine = own[key].tensors if key in own else ()
-            like = parameters[key] if isinstance(key, int) else next(iter(parameters), None)
+            like = parameters[key] if isinstance(key, int) else likes.get(key, first)
             theirs[key] = Packed(data, inbox.receive(tensors, mine, like))
         yield ""
-        for group, values in zip(groups, unpack(theirs.pop("groups"), parameters), strict=True):
+        for index, group in enumerate(groups):
+            values = unpack(theirs.pop(("group", index)), parameters)
             for name in group.keys() - values.keys() - {"params"}:
                 del group[name]
             group.update(values)
@@ -347,8 +352,8 @@ def shapes_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
 
 
 def leaves_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the leaves of nested dicts, lists and tuples, each with its path; faster than torch's function."""
-    if isinstance(tree, (dict, list, tuple)):
+    """Yield the leaves of nested dicts, lists, tuples and deques, each with its path; faster than torch's function."""
+    if isinstance(tree, (dict, list, tuple, deque)):
         keyed = cast("dict[Any, Any]", tree).items() if isinstance(tree, dict) else enumerate(cast("list[Any]", tree))
         for key, each in keyed:
             yield from leaves_of(each, (*path, key))

@@ -56,7 +56,7 @@ class BackwardPass:
     Attributes:
         call: The call of ``backward()``, since a gradient has entered outputs of the module or arrived at a parameter.
         step: The step of the last forward with grad; ``None`` before.
-        synchronises: Whether a forward synchronises; once a gradient has entered outputs, whether their forward does.
+        synchronises: Whether DDP reduces after the forward of the outputs that a gradient has entered.
         is_armed: Whether the reducer reduces in this backward, since a synchronised forward has run.
         mean: The mean of its reduction; ``None`` before the reduction is announced.
         factor: The number that multiplies the gradients. It is 0 on a dummy, and if a batch has the weight 0. For a
@@ -247,7 +247,7 @@ class Forwards:
         backward, step = self.next, self._channel.place.step
         backward.step = step
         if synchronises:
-            backward.synchronises = backward.is_armed = True
+            backward.is_armed = True
             if self._ddp.find_unused_parameters:
                 self._outputs = [ref(tensor) for tensor in outputs]
         hook = partial(self._gradient_enters, synchronises, step)
@@ -310,7 +310,7 @@ class Forwards:
                     )
                 if is_hidden and backward.step is not None:
                     self._check_step(backward.step)
-                    backward.call = call
+                    backward.call, backward.synchronises = call, False
                 if backward.call is call:
                     self._on_backward(backward)
                 else:  # it begins at a penalty on the parameters

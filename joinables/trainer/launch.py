@@ -30,13 +30,12 @@ import mmap
 import multiprocessing
 import os
 import pickle
-import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
@@ -199,7 +198,7 @@ class Launcher:
             results = multiprocessing.get_context(method).SimpleQueue()
             call = (fn, args) if method == "fork" else None
             job = _Job(self._world_size, self._node, self._options, threads, folder, results, call)
-            _serve_beside(self._node, method)
+            _serve_beside(self._node)
             _, failures = run(_work, ranks, job, method=method, folder=folder)
             if failures:
                 error = _error_of(failures[0])
@@ -400,7 +399,9 @@ def _store_of(environment: ClusterEnvironment) -> dist.Store:
         return dist.PrefixStore(job_of(environment.environ, place.world_size), store)
     if place.rank == 0:
         if address not in _served:
-            _served[address] = _serve(address)
+            # Multi-tenant: the script itself may have made a process group on the same port.
+            options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+            _served[address] = dist.TCPStore(*address, **options)
         return _served[address]
     return dist.TCPStore(*address, place.world_size, is_master=False)
 
@@ -408,17 +409,21 @@ def _store_of(environment: ClusterEnvironment) -> dist.Store:
 _served: dict[tuple[str, int], dist.TCPStore] = {}
 """The stores that this process serves. They live until it ends, since other ranks may need them longer."""
 
-_servers: dict[tuple[str, int], BaseProcess] = {}
-"""The processes that serve stores for the launches of this process."""
+_servers: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+"""The processes that serve stores for the launches of this process. They end with it."""
+
+_SERVER = """
+import sys
+from torch.distributed import TCPStore
+
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
+print(flush=True)
+sys.stdin.read()
+"""
 
 
-def _serve(address: tuple[str, int]) -> dist.TCPStore:
-    # Multi-tenant: the script itself may have made a process group on the same port.
-    return dist.TCPStore(*address, is_master=True, wait_for_workers=False, multi_tenant=True)
-
-
-def _serve_beside(node: Node, method: str) -> None:
-    """Have a process serve the store of all nodes until this one ends, if this is the first node.
+def _serve_beside(node: Node) -> None:
+    """Have a process serve the store of all nodes, if this is the first node.
 
     A thread of this process could do it. But it may hold a lock while a later launch forks, which would stay locked in
     the worker for good.
@@ -426,38 +431,22 @@ def _serve_beside(node: Node, method: str) -> None:
     Raises:
         LaunchError: If it cannot be served there.
     """
-    if node.address is None or 0 not in node.ranks:
+    if node.address is None or 0 not in node.ranks or node.address in _servers:
         return
-    if (server := _servers.get(node.address)) is None or not server.is_alive():
-        receiver, sender = multiprocessing.get_context(method).Pipe(duplex=False)
-        start_processes = cast("Any", torch.multiprocessing).start_processes
-        call = _be_server, (node.address, sender)
-        server = start_processes(*call, join=False, daemon=True, start_method=method).processes[0]
-        sender.close()
-        try:
-            text = receiver.recv()
-        except EOFError:
-            text = "its process has ended"
-        if text:
-            server.join()
-            #: The text comes from torch or from the system. Another program may listen on the port.
-            raise LaunchError(
-                f"The store of all nodes cannot be served at {node.address[0]}:{node.address[1]}: {text}. Set"
-                " MASTER_ADDR to an address of the node with NODE_RANK=0, and MASTER_PORT to a free port there. [J887]"
-            )
-        _servers[node.address] = server
-
-
-def _be_server(number: int, address: tuple[str, int], answer: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch.multiprocessing sends it when the parent ends
-    try:
-        _served[address] = _serve(address)
-    except dist.DistError as error:
-        answer.send(described(error))
-        return
-    answer.send("")
-    while True:
-        signal.pause()
+    host, port = node.address
+    command = [sys.executable, "-c", _SERVER, host, str(port)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    server = subprocess.Popen(command, env=environ, **pipes)
+    if not cast("Any", server.stdout).readline():
+        error = server.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2]
+        #: The text comes from torch or from the system. Another program may listen on the port, or a process group that
+        #: the script has made.
+        raise LaunchError(
+            f"The store of all nodes cannot be served at {host}:{port}: {error}. Set MASTER_ADDR to an address of the"
+            " node with NODE_RANK=0, and MASTER_PORT to a free port there. [J887]"
+        )
+    _servers[node.address] = server
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------

@@ -1004,8 +1004,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/launch.py",
-        "            _serve_beside(self._node, method)\n",
-        "            if self._node.address and 0 in ranks: _served[None] = _serve(self._node.address)\n",
+        "            _serve_beside(self._node)\n",
+        "            store = self._node.address and dist.TCPStore(*self._node.address, is_master=0 in ranks)\n",
         "tests/joinables/trainer/test_own_strategies.py::test_two_nodes",
     ),
     Mutant(

@@ -702,8 +702,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/attributes.py",
-        "value if type(value) in PLAIN else _copied(value) for",
-        "value for",
+        "                    containers[id(each)] = each, copy(each)\n",
+        "                    pass\n",
         "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
     ),
     Mutant(
@@ -787,7 +787,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/forwards.py",
-        "        if synchronises:\n            backward.synchronises = backward.is_armed = True\n",
+        "        if synchronises:\n            backward.is_armed = True\n",
         "        backward.is_armed = synchronises\n        if synchronises:\n",
         "tests/joinables/ddp/test_backwards.py::test_two_forwards_of_which_one_synchronises",
     ),

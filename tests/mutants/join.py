@@ -321,13 +321,13 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            guard.look()\n",
+        "                    guard.look()\n",
         "",
         "tests/join/loop/test_loop.py::test_leaving_together_and_late",
     ),
     Mutant(
         "join/protocol/channel.py",
-        "            guard.look_for_silent(others)\n",
+        "                    guard.look_for_silent(others)\n",
         "",
         "tests/join/failure/test_stopped.py::test_a_stopped_rank_is_named",
     ),

@@ -478,12 +478,15 @@ class Fit(Run):
         trainer = self.trainer
         self.position.begin_epoch(trainer.epochs, self._loader)
         self.call("on_train_epoch_start")
-        trainer.strategy.meet("reads its first batch")
+        # A hook may end the epoch of one rank. Under a launcher, it may be a hook of one rank, and all need the block.
+        hooked = [self.module, *trainer.callbacks]
+        may_end = any(overrides(each, "on_train_batch_start") for each in hooked)
+        may_end = not trainer.strategy.meet("reads its first batch", not may_end)
         self.plan = Plan.agree(self.collective, self._loader)
         self.latest.clear()
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
-        finished = trainer.strategy.meet("has ended an epoch", self._train(self.plan))
+        finished = trainer.strategy.meet("has ended an epoch", self._train(self.plan, may_end))
         trained = self.reduce_metrics()
         if not finished:
             return  # a later fit resumes in the middle of this epoch
@@ -510,8 +513,13 @@ class Fit(Run):
         """Stop on all ranks if one of them stops."""
         self.trainer.should_stop = not self.trainer.strategy.meet("begins an epoch", not self.trainer.should_stop)
 
-    def _train(self, plan: Plan) -> bool:
-        """Train on one epoch's batches and return whether this rank reached their end."""
+    def _train(self, plan: Plan, may_end: bool) -> bool:
+        """Train on one epoch's batches, and return whether this rank reached their end.
+
+        Args:
+            plan: The numbers and sizes of all ranks' batches.
+            may_end: Whether a hook of any rank may end the epoch.
+        """
         needs_even, are_known = getattr(self.trainer.strategy, "sync_batchnorm", False), None not in plan.lengths
         if needs_even and are_known and not plan.even:
             self._refuse_uneven(f"The ranks have {plan.lengths} batches")
@@ -521,7 +529,6 @@ class Fit(Run):
         self.weight_unit = plan.batch_size if is_weighted else None
         listed = [*self.optimizers, *(stepped.scheduler for stepped in self.schedulers), self.trainer]
         hooked = [self.module, *self.trainer.callbacks]
-        may_end = any(overrides(each, "on_train_batch_start") for each in hooked)  # on this rank alone
         enable = not plan.even or is_weighted or may_end
         block = self.trainer.strategy.block(listed, enable=enable)
         batches = self.position.batches(self._loader, self._while_all_have_one if vote else None)

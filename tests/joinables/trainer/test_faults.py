@@ -111,6 +111,20 @@ def test_a_hook_ends_an_epoch_of_one_rank(pool: Pool) -> None:
         assert abs(loss - run.callback_metrics["train_loss"]) < 1e-5 and steps == run.global_step == 4
 
 
+def ends_by_a_callback(rank: int) -> Any:
+    module = Classifier()
+    trainer(callbacks=[EndsToo()] if rank == 0 else []).fit(module, loader(48, 6))
+    return flat_state(module.state_dict())
+
+
+def test_a_callback_of_one_rank_ends_its_epoch(pool: Pool) -> None:
+    """A launcher has started the ranks, so each has callbacks of its own; their numbers of batches are the same."""
+    alone, x, y = Classifier(), *dataset(48).tensors
+    trainer().fit(alone, [(x[:12], y[:12]), (x[12:24], y[12:24]), (x[24:36], y[24:36]), (x[42:], y[42:])])
+    for state in pool.run(ends_by_a_callback, ranks=2):
+        assert_same(state, flat_state(alone.state_dict()), TOLERANCE)
+
+
 class Boxed(Classifier):
     """Keeps an average of its weights outside of its parts."""
 

@@ -58,7 +58,7 @@ from join.collectives._torch_private import pytree
 from join.errors import add_note
 from join.joinable import Burst, OnGroup
 from join.transfer import broadcast_tree
-from joinables._torch.objects import mark_stepped
+from joinables._torch.objects import mark_stepped, run_hooks
 from joinables.modules import keeping_modes, replaced
 from joinables.trainer import rng
 from joinables.trainer.checkpoint import keep_trained
@@ -333,6 +333,7 @@ class Fit(Run):
             )
         self.optimizers = self.trainer.strategy.shard(optimizers)
         for optimizer in self.optimizers:  # a rank without data steps its shard of a sharded one, with the same hooks
+            run_hooks(optimizer)
             self._hooks.append(optimizer.register_step_pre_hook(self._prepare_step))
             self._hooks.append(optimizer.register_step_post_hook(self._count_step))
         if trainer.seed is not None:

@@ -540,7 +540,9 @@ class Fit(Run):
         with block:
             finished = self._train_batches(batches)
             self.samples = 0  # values that this rank logs while it shadows others weigh nothing
-        after = own_tensors(hooked, before) if is_first and not self.trainer.strategy.report.even else before
+        report = self.trainer.strategy.report  # a block of the user's may report nothing
+        is_even = report is None or report.even
+        after = own_tensors(hooked, before) if is_first and not is_even else before
         if changed := sorted(name for name in after if after[name] != before.get(name)):
             warnings.warn(
                 f"Ranks with fewer batches have called hooks of batches less often, so {', '.join(changed)} may differ"

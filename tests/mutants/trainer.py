@@ -272,7 +272,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/run.py",
-        "is_first and not self.trainer.strategy.report.even",
+        "is_first and not is_even",
         "is_first and are_known and not plan.even",
         "tests/joinables/trainer/test_faults.py::test_state_of_hooks_that_ranks_without_data_do_not_call",
     ),

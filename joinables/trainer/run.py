@@ -294,7 +294,6 @@ class Fit(Run):
         super().__init__(trainer, module, task, place)
         self._loader = self._val_loader = None
         self._hooks: list[Any] = []
-        self._kept_at = -1  # the step whose weights are kept for the case that a later hook fails
         self._accumulated = 1
         """The number of batches in one optimizer step of this epoch."""
         self._window_samples = 0
@@ -430,11 +429,8 @@ class Fit(Run):
         self.snapshot = self.snapshots.take()
 
     def _keep_trained(self, epochs: int) -> None:
-        """Put the trained weights where no failure of a later hook can reach them, once after the last step."""
+        """Put the trained weights where no failure of a later hook can reach them."""
         trainer, module = self.trainer, self.module
-        if self._kept_at == trainer.global_step:
-            return
-        self._kept_at = trainer.global_step
         counts = {"epochs": epochs, "global_step": trainer.global_step}
         try:
             if self.collective.rank == 0:

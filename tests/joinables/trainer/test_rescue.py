@@ -141,6 +141,22 @@ def test_a_failure_after_the_last_step(tmp_path: Path, where: str, limit: str) -
     torch.testing.assert_close(trained(tmp_path), dict(alone.state_dict()))
 
 
+class Swaps(Classifier):
+    """Swaps weights in after the last epoch, such as their averages."""
+
+    def on_train_epoch_end(self) -> None:
+        for tensor in self.parameters():
+            tensor.detach().fill_(7)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_that_the_last_epoch_end_swaps_in(tmp_path: Path, ranks: int) -> None:
+    run = Trainer(devices=ranks, accelerator="cpu", callbacks=Fails("hook"), default_root_dir=tmp_path)
+    with pytest.raises(KeyError):
+        run.fit(Swaps(), loader(6), loader(6))
+    assert all((value == 7).all() for value in trained(tmp_path).values())
+
+
 RANKS = [f"{what} of rank {rank}" for what in ("end", "interrupt", "result") for rank in (0, 1)]
 
 

@@ -488,7 +488,8 @@ class Fit(Run):
         if not finished:
             return  # a later fit resumes in the middle of this epoch
         self.position.redo_from_here()
-        if not self._is_within_limits(trainer.epochs + 1):
+        goes_on = self._is_within_limits(trainer.epochs + 1) and not trainer.should_stop
+        if not trainer.strategy.meet("has trained an epoch", goes_on):
             self._keep_trained(trainer.epochs + 1)
         if self._val_loader is not None:
             validated = self.evaluate(self._val_loader, "validate")

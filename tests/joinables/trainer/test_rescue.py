@@ -128,13 +128,18 @@ class FailsBefore(Classifier):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+class StopsInBatch(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps", "should_stop"])
 @pytest.mark.parametrize("where", ["validation", "checkpoint", "death"])
 def test_a_failure_after_the_last_step(tmp_path: Path, where: str, limit: str) -> None:
     alone, module = Classifier(), FailsBefore()
     Trainer(devices=1).fit(alone, loader(6))
     module.where = where
-    limits: dict[str, Any] = {limit: 1}
+    limits: dict[str, Any] = {limit: 1} if limit != "should_stop" else {"max_epochs": 5, "callbacks": StopsInBatch()}
     run = Trainer(devices=2, **limits, default_root_dir=tmp_path, strategy="ddp_fork")
     with pytest.raises((AssertionError, WorkerDied)):
         run.fit(module, loader(6), loader(6))

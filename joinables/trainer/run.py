@@ -423,10 +423,10 @@ class Fit(Run):
                     break  # the fit would never reach max_steps
         self._keep_trained(trainer.epochs)
         self.position.redo_from_here()
+        self.snapshot = self.snapshots.take()  # the last hook may free what on_save_checkpoint saves
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
         with replaced(self, "store", MetricStore()):
             self.call_and_reduce("on_train_end")
-        self.snapshot = self.snapshots.take()
 
     def _keep_trained(self, epochs: int) -> None:
         """Put the trained weights where no failure of a later hook can reach them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,6 +224,26 @@ def test_an_optimizer_whose_base_is_not_constructed(pool: Pool, kind: Any, plain
     for state, found, counted in [clamps_twice(0, kind, 1), *pool.run(clamps_twice, kind, 2, ranks=2)]:
         assert_same(state, expected, TOLERANCE)
         assert found == pytest.approx(largest, abs=TOLERANCE) and counted == steps == 6
+
+
+class Frees(Classifier):
+    """Saves what its last hook frees."""
+
+    def on_train_start(self) -> None:
+        self.extra = torch.ones(2)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["extra"] = self.extra
+
+    def on_train_end(self) -> None:
+        del self.extra
+
+
+def test_the_last_hook_frees_what_a_checkpoint_has(tmp_path: Path) -> None:
+    module, run = Frees(), Trainer(devices=2, accelerator="cpu")
+    run.fit(module, loader(6))
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    assert torch.load(tmp_path / "end.ckpt")["extra"].tolist() == [1.0, 1.0]
 
 
 class Retains(ManualClamps):

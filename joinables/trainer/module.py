@@ -317,8 +317,8 @@ class Callback:
 
     A callback has any hooks of :class:`TrainModule` from ``setup`` to ``teardown``, under the same names. Each receives
     the :class:`Trainer` and its module before the arguments of the module's hook, which is called first, such as
-    ``on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)``. The same hooks may communicate, by the
-    module's ``all_gather`` and ``reduce``.
+    ``on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)``. The same hooks may communicate, by
+    ``trainer.strategy``.
     """
 
     is_last: ClassVar[bool] = False

@@ -412,6 +412,7 @@ class Fit(Run):
                 " stops it, such as EarlyStopping. Raise these limits, or its patience."
             )
             logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
+        began = trainer.epochs, trainer.global_step
         while self._is_within_limits(trainer.epochs) and not trainer.should_stop:
             steps, is_resumed = trainer.global_step, self.position.resume_from is not None
             self._epoch()
@@ -421,7 +422,8 @@ class Fit(Run):
                     warnings.warn(text, stacklevel=2)
                 if trainer.max_epochs is None:
                     break  # the fit would never reach max_steps
-        self._keep_trained(trainer.epochs)
+        if (trainer.epochs, trainer.global_step) != began:
+            self._keep_trained(trainer.epochs)
         self.position.redo_from_here()
         self.snapshot = self.snapshots.take()  # the last hook may free what on_save_checkpoint saves
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.

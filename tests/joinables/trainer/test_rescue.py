@@ -162,6 +162,13 @@ def test_weights_that_the_last_epoch_end_swaps_in(tmp_path: Path, ranks: int) ->
     assert all((value == 7).all() for value in trained(tmp_path).values())
 
 
+def test_a_fit_that_trains_nothing_leaves_no_file(tmp_path: Path) -> None:
+    run = Trainer(devices=2, accelerator="cpu", max_epochs=0, callbacks=Fails("hook"), default_root_dir=tmp_path)
+    with pytest.raises(KeyError) as caught:
+        run.fit(Classifier(), loader(6))
+    assert "was trained" not in str(vars(caught.value).get("__notes__")) and not list(tmp_path.iterdir())
+
+
 RANKS = [f"{what} of rank {rank}" for what in ("end", "interrupt", "result") for rank in (0, 1)]
 
 

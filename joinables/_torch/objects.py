@@ -12,9 +12,12 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import wraps
 from operator import attrgetter
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -73,6 +76,26 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     Replaces the step itself.
     """
     vars(optimizer).update(_opt_called=True)
+
+
+def run_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Have the step of an optimizer run its hooks, if its class does not call the constructor of its base.
+
+    Replaces that constructor, which makes the hooks and wraps ``step``.
+    """
+    step: Any = optimizer.step
+    if getattr(step, "hooked", False) or getattr(type(optimizer).step, "hooked", False):
+        return
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(optimizer).setdefault(name, OrderedDict())
+
+    @wraps(step)
+    def unbound(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    vars(unbound).update(hooked=True)
+    # A scheduler that is built later needs a method.
+    vars(optimizer).update(step=MethodType(torch.optim.Optimizer.profile_hook_step(unbound), optimizer))
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:

@@ -30,7 +30,9 @@ def lacking(holder: object, name: str, owner: type) -> AttributeError:
     """Return the error for an attribute that an object of a class derived from ``owner`` lacks."""
     kind, names = type(holder).__name__, (*vars(owner), *vars(holder))
     known = ", ".join(each for each in names if not each.startswith(("_", "on_")))
-    return AttributeError(f"{kind} has no attribute {name!r}. {owner.__name__} has {known}. {REST}. [J870]")
+    is_moved = name in ("all_gather", "reduce")
+    others = f"Call self.trainer.strategy.{name}" if is_moved else f"{owner.__name__} has {known}"
+    return AttributeError(f"{kind} has no attribute {name!r}. {others}. {REST}. [J870]")
 
 
 def check_kinds(arguments: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from typing_extensions import override
 
 from join.errors import described
 from joinables.trainer.arguments import listed
@@ -126,6 +127,11 @@ class Reports(Callback):
         self._loggers, self._shows = loggers, shows
         self._open = list[Any]()  # the loggers of this run on rank 0 that have not raised
         self._width, self._next_picture = 0, 0.0  # of the line on the screen that will be written again
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return "joinables.trainer.loggers.Reports"  # the user's own class may be called Reports, too
 
     def setup(self, trainer: Any, module: TrainModule, stage: str) -> None:
         """Log the hyperparameters."""

@@ -317,8 +317,8 @@ class Callback:
 
     A callback has any hooks of :class:`TrainModule` from ``setup`` to ``teardown``, under the same names. Each receives
     the :class:`Trainer` and its module before the arguments of the module's hook, which is called first, such as
-    ``on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)``. The same hooks may communicate, by the
-    module's ``all_gather`` and ``reduce``.
+    ``on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)``. The same hooks may communicate, by
+    ``trainer.strategy``.
     """
 
     is_last: ClassVar[bool] = False
@@ -373,9 +373,13 @@ def overrides(hooked: TrainModule | Callback, name: str) -> bool:
 def own_tensors(objects: Sequence[TrainModule | Callback], before: Mapping[str, Writes] | None) -> dict[str, Writes]:
     """Return the writes to tensors that hooks of batches may change, and that a rank out of data does not receive.
 
+    It receives parameters and buffers of the module, even if another attribute holds them, too.
+
     The keys are the names of attributes, which hold modules, or tensors that ``before`` has, too, in any containers.
     """
     own, writes = vars(torch.nn.Module()), dict[str, Writes]()
+    trained = [each for each in objects if isinstance(each, torch.nn.Module)]
+    received = {id(tensor) for each in trained for tensor in (*each.parameters(), *each.buffers())}
     for each in objects:
         changes = overrides(each, "on_train_batch_start") or overrides(each, "on_train_batch_end")
         if not changes or (isinstance(each, Callback) and overrides(each, "state_dict")):
@@ -384,7 +388,7 @@ def own_tensors(objects: Sequence[TrainModule | Callback], before: Mapping[str, 
             leaves: list[Any] = pytree.tree_leaves(vars(each)[name])
             modules = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
             parts = [*leaves, *(part for module in modules for part in (*module.parameters(), *module.buffers()))]
-            tensors = (part for part in parts if isinstance(part, torch.Tensor))
+            tensors = (part for part in parts if isinstance(part, torch.Tensor) and id(part) not in received)
             key = f"{type(each).__name__}.{name}"
             if modules or before is None or before.get(key):  # otherwise it has been made of the last batch
                 writes[key] = writes_to(tensors)

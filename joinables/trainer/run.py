@@ -58,7 +58,7 @@ from join.collectives._torch_private import pytree
 from join.errors import add_note
 from join.joinable import Burst, OnGroup
 from join.transfer import broadcast_tree
-from joinables._torch.objects import mark_stepped
+from joinables._torch.objects import mark_stepped, run_hooks
 from joinables.modules import keeping_modes, replaced
 from joinables.trainer import rng
 from joinables.trainer.checkpoint import keep_trained
@@ -294,7 +294,6 @@ class Fit(Run):
         super().__init__(trainer, module, task, place)
         self._loader = self._val_loader = None
         self._hooks: list[Any] = []
-        self._kept_at = -1  # the step whose weights are kept for the case that a later hook fails
         self._accumulated = 1
         """The number of batches in one optimizer step of this epoch."""
         self._window_samples = 0
@@ -333,6 +332,7 @@ class Fit(Run):
             )
         self.optimizers = self.trainer.strategy.shard(optimizers)
         for optimizer in self.optimizers:  # a rank without data steps its shard of a sharded one, with the same hooks
+            run_hooks(optimizer)
             self._hooks.append(optimizer.register_step_pre_hook(self._prepare_step))
             self._hooks.append(optimizer.register_step_post_hook(self._count_step))
         if trainer.seed is not None:
@@ -412,6 +412,7 @@ class Fit(Run):
                 " stops it, such as EarlyStopping. Raise these limits, or its patience."
             )
             logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
+        began = trainer.epochs, trainer.global_step
         while self._is_within_limits(trainer.epochs) and not trainer.should_stop:
             steps, is_resumed = trainer.global_step, self.position.resume_from is not None
             self._epoch()
@@ -421,19 +422,17 @@ class Fit(Run):
                     warnings.warn(text, stacklevel=2)
                 if trainer.max_epochs is None:
                     break  # the fit would never reach max_steps
-        self._keep_trained(trainer.epochs)
+        if (trainer.epochs, trainer.global_step) != began:
+            self._keep_trained(trainer.epochs)
         self.position.redo_from_here()
+        self.snapshot = self.snapshots.take()  # the last hook may free what on_save_checkpoint saves
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
         with replaced(self, "store", MetricStore()):
             self.call_and_reduce("on_train_end")
-        self.snapshot = self.snapshots.take()
 
     def _keep_trained(self, epochs: int) -> None:
-        """Put the trained weights where no failure of a later hook can reach them, once after the last step."""
+        """Put the trained weights where no failure of a later hook can reach them."""
         trainer, module = self.trainer, self.module
-        if self._kept_at == trainer.global_step:
-            return
-        self._kept_at = trainer.global_step
         counts = {"epochs": epochs, "global_step": trainer.global_step}
         try:
             if self.collective.rank == 0:
@@ -478,17 +477,21 @@ class Fit(Run):
         trainer = self.trainer
         self.position.begin_epoch(trainer.epochs, self._loader)
         self.call("on_train_epoch_start")
-        trainer.strategy.meet("reads its first batch")
+        # A hook may end the epoch of one rank. Under a launcher, it may be a hook of one rank, and all need the block.
+        hooked = [self.module, *trainer.callbacks]
+        may_end = any(overrides(each, "on_train_batch_start") for each in hooked)
+        may_end = not trainer.strategy.meet("reads its first batch", not may_end)
         self.plan = Plan.agree(self.collective, self._loader)
         self.latest.clear()
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
-        finished = trainer.strategy.meet("has ended an epoch", self._train(self.plan))
+        finished = trainer.strategy.meet("has ended an epoch", self._train(self.plan, may_end))
         trained = self.reduce_metrics()
         if not finished:
             return  # a later fit resumes in the middle of this epoch
         self.position.redo_from_here()
-        if not self._is_within_limits(trainer.epochs + 1):
+        goes_on = self._is_within_limits(trainer.epochs + 1) and not trainer.should_stop
+        if not trainer.strategy.meet("has trained an epoch", goes_on):
             self._keep_trained(trainer.epochs + 1)
         if self._val_loader is not None:
             validated = self.evaluate(self._val_loader, "validate")
@@ -510,8 +513,13 @@ class Fit(Run):
         """Stop on all ranks if one of them stops."""
         self.trainer.should_stop = not self.trainer.strategy.meet("begins an epoch", not self.trainer.should_stop)
 
-    def _train(self, plan: Plan) -> bool:
-        """Train on one epoch's batches and return whether this rank reached their end."""
+    def _train(self, plan: Plan, may_end: bool) -> bool:
+        """Train on one epoch's batches, and return whether this rank reached their end.
+
+        Args:
+            plan: The numbers and sizes of all ranks' batches.
+            may_end: Whether a hook of any rank may end the epoch.
+        """
         needs_even, are_known = getattr(self.trainer.strategy, "sync_batchnorm", False), None not in plan.lengths
         if needs_even and are_known and not plan.even:
             self._refuse_uneven(f"The ranks have {plan.lengths} batches")
@@ -521,7 +529,6 @@ class Fit(Run):
         self.weight_unit = plan.batch_size if is_weighted else None
         listed = [*self.optimizers, *(stepped.scheduler for stepped in self.schedulers), self.trainer]
         hooked = [self.module, *self.trainer.callbacks]
-        may_end = any(overrides(each, "on_train_batch_start") for each in hooked)  # on this rank alone
         enable = not plan.even or is_weighted or may_end
         block = self.trainer.strategy.block(listed, enable=enable)
         batches = self.position.batches(self._loader, self._while_all_have_one if vote else None)
@@ -532,7 +539,9 @@ class Fit(Run):
         with block:
             finished = self._train_batches(batches)
             self.samples = 0  # values that this rank logs while it shadows others weigh nothing
-        after = own_tensors(hooked, before) if is_first and not self.trainer.strategy.report.even else before
+        report = self.trainer.strategy.report  # a block of the user's may report nothing
+        is_even = report is None or report.even
+        after = own_tensors(hooked, before) if is_first and not is_even else before
         if changed := sorted(name for name in after if after[name] != before.get(name)):
             warnings.warn(
                 f"Ranks with fewer batches have called hooks of batches less often, so {', '.join(changed)} may differ"

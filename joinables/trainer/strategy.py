@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from joinables._torch import reducer
 from joinables._torch.objects import mark_stepped
 from joinables.loss_gate import LossGate, leaves_of
 from joinables.modules import replaced
-from joinables.trainer.arguments import REST
+from joinables.trainer.arguments import REST, check_choice
 from joinables.trainer.launch import (
     ClusterEnvironment,
     Launcher,
@@ -215,12 +215,12 @@ class Strategy:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src``, which is anything that pickle supports."""
-        self.meet("broadcasts an object")
+        self.meet(f"broadcasts an object of rank {src}")
         return self.collective.broadcast_object(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks pass ``True``, or, with ``all=False``, whether any does."""
-        self.meet("takes part in a vote")
+        self.meet(f"votes whether {'all decide' if all else 'any decides'} so")
         return self.collective.reduce_boolean_decision(decision, all=all)
 
     def all_gather(self, tensor: torch.Tensor | float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -244,7 +244,11 @@ class Strategy:
 
         Returns:
             A tensor of the shape of ``tensor``, or a number if ``tensor`` is one.
+
+        Raises:
+            ValueError: If ``reduce_op`` is unknown. Nothing is sent.
         """
+        check_choice("reduce_op", reduce_op, get_args(Reduction))
         own, collective = self._own(f"reduces by {reduce_op!r}", tensor, group)
         total = own.clone(memory_format=torch.contiguous_format)
         work = collective.all_reduce(total, "sum" if reduce_op == "mean" else reduce_op)

@@ -254,14 +254,13 @@ class Trainer:
 
     def _receive(self, module: TrainModule, output: tuple[Any, ...]) -> tuple[Any, Any]:
         """Bring the output of :func:`work` into this process, the weights first; return its results and its queue."""
-        results, state, report, stopped, queue, random, weights = output
-        is_fit = "optimizers" in state
+        results, snapshot, state, report, stopped, queue, random, weights = output
         if random is not None:  # the run was in another process
             try:
                 if weights is not None:
                     module.load_state_dict(weights)
             except Exception as error:
-                if not is_fit:
+                if snapshot is None:
                     raise
                 warnings.warn(
                     f"This {type(module).__name__} could not load all that was trained, since it has other parts than"
@@ -273,8 +272,9 @@ class Trainer:
             self.should_stop, self.strategy.report = stopped, report
             self.load_state_dict(state)
             rng.restore(random)
-        if is_fit:  # the tensors are copied, since the optimizer of the next fit would change them
-            self._last_state = pytree.tree_map_only(torch.Tensor, lambda each: each.to("cpu", copy=True), state)
+        if snapshot is not None:  # the tensors are copied, since the optimizer of the next fit would change them
+            last = {**snapshot, **state}
+            self._last_state = pytree.tree_map_only(torch.Tensor, lambda each: each.to("cpu", copy=True), last)
         return results, queue
 
     def _begin(self, module: TrainModule) -> None:
@@ -483,9 +483,9 @@ def work(place: Place, trainer: Trainer, module: TrainModule, loaders: Mapping[s
                 results = run.evaluate(loaders["loader"], task.stage)
             if place.local_rank == 0:
                 module.add_to_queue(queue)
-        state = {**(run.snapshot or {}), **trainer.state_dict()}
-        state.pop("module", None)  # a later hook may have changed the weights
-        output = results, state, trainer.join_report, trainer.should_stop
+        if run.snapshot is not None:
+            run.snapshot.pop("module", None)  # a later hook may have changed the weights
+        output = results, run.snapshot, trainer.state_dict(), trainer.join_report, trainer.should_stop
         if place.local_rank != 0:
             return *output, None, None, None
         queued = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, list(queue))

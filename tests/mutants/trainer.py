@@ -266,7 +266,13 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/run.py",
-        "is_first and not self.trainer.strategy.report.even",
+        'may_end = not trainer.strategy.meet("reads its first batch", not may_end)',
+        'trainer.strategy.meet("reads its first batch")',
+        "tests/joinables/trainer/test_faults.py::test_a_callback_of_one_rank_ends_its_epoch",
+    ),
+    Mutant(
+        "joinables/trainer/run.py",
+        "is_first and not is_even",
         "is_first and are_known and not plan.even",
         "tests/joinables/trainer/test_faults.py::test_state_of_hooks_that_ranks_without_data_do_not_call",
     ),

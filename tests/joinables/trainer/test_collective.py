@@ -270,10 +270,40 @@ def test_calls_that_differ_are_an_error_on_every_rank(pool: Pool) -> None:
         assert "rank 1 gathers float32[3] on cpu; rank 2 reduces by 'max' float32[2]" in text
 
 
+class Asks(Classifier):
+    """Calls the same wrapper with other arguments on each rank."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def on_train_start(self) -> None:
+        strategy, rank = self.trainer.strategy, self.trainer.global_rank
+        if self.what == "broadcast":
+            strategy.broadcast(rank, src=rank)
+        else:
+            strategy.reduce_boolean_decision(True, all=rank == 0)
+
+
+def asks(rank: int, what: str) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        trainer().fit(Asks(what), loader(4, 4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [("broadcast", "broadcasts an object of rank 1"), ("vote", "votes whether any decides so")],
+)
+def test_arguments_that_differ_are_an_error_on_every_rank(pool: Pool, what: str, text: str) -> None:
+    for told in pool.run(asks, what, ranks=2):
+        assert text in told
+
+
 def test_a_reduction_that_is_unknown() -> None:
     module = Classifier()
     module.setup = lambda stage: module.trainer.strategy.reduce(1.0, reduce_op="avg")  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    with pytest.raises(ValueError, match=r"'avg' is unknown\. Pass one of 'sum', .*\[J035\]"):
+    with pytest.raises(ValueError, match=r"reduce_op='avg' is unknown\. Use one of mean, .*\[J166\]"):
         Trainer().fit(module, loader(4, 4))
 
 

@@ -111,6 +111,20 @@ def test_a_hook_ends_an_epoch_of_one_rank(pool: Pool) -> None:
         assert abs(loss - run.callback_metrics["train_loss"]) < 1e-5 and steps == run.global_step == 4
 
 
+def ends_by_a_callback(rank: int) -> Any:
+    module = Classifier()
+    trainer(callbacks=[EndsToo()] if rank == 0 else []).fit(module, loader(48, 6))
+    return flat_state(module.state_dict())
+
+
+def test_a_callback_of_one_rank_ends_its_epoch(pool: Pool) -> None:
+    """A launcher has started the ranks, so each has callbacks of its own; their numbers of batches are the same."""
+    alone, x, y = Classifier(), *dataset(48).tensors
+    trainer().fit(alone, [(x[:12], y[:12]), (x[12:24], y[12:24]), (x[24:36], y[24:36]), (x[42:], y[42:])])
+    for state in pool.run(ends_by_a_callback, ranks=2):
+        assert_same(state, flat_state(alone.state_dict()), TOLERANCE)
+
+
 class Boxed(Classifier):
     """Keeps an average of its weights outside of its parts."""
 
@@ -143,18 +157,37 @@ class Listed(Callback):
             average.lerp_(own.detach(), 0.1)
 
 
+class Decays(Classifier):
+    """Lists some of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decayed = [parameter for parameter in self.parameters() if parameter.ndim > 1]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+
+class Holds(Callback):
+    """Holds the module."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.module = module
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None: ...
+
+
 class Told(Kept):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
 
 def drifts(rank: int, samples: int, kind: str) -> list[str]:
-    module = Boxed() if kind == "Boxed" else Classifier()
-    callbacks: Any = [{"Kept": Kept, "Listed": Listed, "Told": Told}[kind]()] if kind != "Boxed" else []
+    module = {"Boxed": Boxed, "Decays": Decays}.get(kind, Classifier)()
+    callbacks = {"Kept": Kept, "Listed": Listed, "Told": Told, "Holds": Holds}
     data = loader(samples, 6) if samples else Lengthless(list(loader(18, 6))[2 * rank : 2 + rank])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(max_epochs=2, callbacks=callbacks).fit(module, data)
+        trainer(max_epochs=2, callbacks=[callbacks[kind]()] if kind in callbacks else []).fit(module, data)
     return [str(each.message) for each in caught if "have called hooks" in str(each.message)]
 
 
@@ -167,6 +200,8 @@ def drifts(rank: int, samples: int, kind: str) -> list[str]:
         ("Listed", 6, "average"),
         ("Boxed", 0, "box"),
         ("Told", 6, ""),
+        ("Decays", 6, ""),
+        ("Holds", 6, ""),
     ],
 )
 def test_state_of_hooks_that_ranks_without_data_do_not_call(pool: Pool, kind: str, samples: int, names: str) -> None:

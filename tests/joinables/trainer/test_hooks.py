@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +177,73 @@ def test_gradients_changed_in_a_hook(pool: Pool, kind: Any, strategy: dict[str, 
     for state, found in pool.run(clamps, kind, 2, strategy, ranks=2):
         assert_same(state, expected, TOLERANCE)
         assert found == pytest.approx(largest, abs=TOLERANCE)
+
+
+class Outer(torch.optim.Optimizer):
+    """Wraps another optimizer, and does not call the constructor of its base, as does timm's Lookahead."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+        self.defaults, self.state = inner.defaults, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+class WithOuter(Clamps):
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        self.outer = getattr(self, "outer", None) or Outer(configured["optimizer"])
+        return {"optimizer": self.outer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(self.outer, 0.9)}
+
+
+class ManualWithOuter(WithOuter, ManualClamps): ...
+
+
+def clamps_twice(rank: int, kind: Any, ranks: int) -> Any:
+    module, run = kind(optimizer="sgd"), trainer(max_epochs=1)
+    for _ in range(2):  # the second fit has the same optimizer
+        run.fit(module, loader(25, 12 // ranks))
+        run.max_epochs = 2
+    return flat_state(module.state_dict()), run.callback_metrics["largest"], run.global_step
+
+
+@pytest.mark.parametrize(("kind", "plain"), [(WithOuter, Clamps), (ManualWithOuter, ManualClamps)])
+def test_an_optimizer_whose_base_is_not_constructed(pool: Pool, kind: Any, plain: Any) -> None:
+    expected, largest, steps = clamps_twice(0, plain, 1)
+    for state, found, counted in [clamps_twice(0, kind, 1), *pool.run(clamps_twice, kind, 2, ranks=2)]:
+        assert_same(state, expected, TOLERANCE)
+        assert found == pytest.approx(largest, abs=TOLERANCE) and counted == steps == 6
+
+
+class Frees(Classifier):
+    """Saves what its last hook frees."""
+
+    def on_train_start(self) -> None:
+        self.extra = torch.ones(2)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["extra"] = self.extra
+
+    def on_train_end(self) -> None:
+        del self.extra
+
+
+def test_the_last_hook_frees_what_a_checkpoint_has(tmp_path: Path) -> None:
+    module, run = Frees(), Trainer(devices=2, accelerator="cpu")
+    run.fit(module, loader(6))
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    assert torch.load(tmp_path / "end.ckpt")["extra"].tolist() == [1.0, 1.0]
 
 
 class Retains(ManualClamps):

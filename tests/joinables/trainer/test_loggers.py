@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from joinables.trainer import CSVLogger, ModelCheckpoint, Trainer
+from joinables.trainer import Callback, CSVLogger, ModelCheckpoint, Trainer
 from tests.harness import Pool, in_test_all
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
@@ -56,6 +56,15 @@ def test_a_row_for_each_epoch_and_evaluation(tmp_path: Path) -> None:
 
 
 NAMES = "loss", "accuracy"
+
+
+class Reports(Callback):
+    """Has the name of the callback that calls the loggers."""
+
+
+def test_a_callback_of_the_same_name(tmp_path: Path) -> None:
+    Trainer(callbacks=Reports(), logger=CSVLogger(tmp_path)).fit(Classifier(), loader(12))
+    assert len(rows(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(("devices", "strategy"), [(1, "single"), (2, "ddp_fork")])

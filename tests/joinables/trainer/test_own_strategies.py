@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from joinables.processes import run
-from joinables.trainer import Trainer
+from joinables.trainer import Strategy, Trainer
 from tests.conformance.fakes import over_horovod, over_xla
 from tests.harness import Pool
 from tests.joinables.trainer.modules import Classifier, loader
@@ -72,6 +73,17 @@ def test_training_over_another_library(pool: Pool, tmp_path: Path, name: str, ac
         assert_same({each: resumed[each] for each in three}, three, TOLERANCE)
         assert val_loss == pytest.approx(loss)
         assert_same(found, results[0][0], 0.0)
+
+
+class OwnBlock(Strategy):
+    def block(self, listed: Any, *, enable: bool) -> Any:
+        return nullcontext()
+
+
+def test_a_block_of_ones_own_that_reports_nothing() -> None:
+    run = Trainer(strategy=OwnBlock(), accelerator="cpu")
+    run.fit(Classifier(), loader(12))
+    assert run.global_step == 2 and run.join_report is None
 
 
 class Manual(Classifier):

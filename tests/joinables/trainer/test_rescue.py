@@ -128,17 +128,45 @@ class FailsBefore(Classifier):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+class StopsInBatch(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps", "should_stop"])
 @pytest.mark.parametrize("where", ["validation", "checkpoint", "death"])
 def test_a_failure_after_the_last_step(tmp_path: Path, where: str, limit: str) -> None:
     alone, module = Classifier(), FailsBefore()
     Trainer(devices=1).fit(alone, loader(6))
     module.where = where
-    limits: dict[str, Any] = {limit: 1}
+    limits: dict[str, Any] = {limit: 1} if limit != "should_stop" else {"max_epochs": 5, "callbacks": StopsInBatch()}
     run = Trainer(devices=2, **limits, default_root_dir=tmp_path, strategy="ddp_fork")
     with pytest.raises((AssertionError, WorkerDied)):
         run.fit(module, loader(6), loader(6))
     torch.testing.assert_close(trained(tmp_path), dict(alone.state_dict()))
+
+
+class Swaps(Classifier):
+    """Swaps weights in after the last epoch, such as their averages."""
+
+    def on_train_epoch_end(self) -> None:
+        for tensor in self.parameters():
+            tensor.detach().fill_(7)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_that_the_last_epoch_end_swaps_in(tmp_path: Path, ranks: int) -> None:
+    run = Trainer(devices=ranks, accelerator="cpu", callbacks=Fails("hook"), default_root_dir=tmp_path)
+    with pytest.raises(KeyError):
+        run.fit(Swaps(), loader(6), loader(6))
+    assert all((value == 7).all() for value in trained(tmp_path).values())
+
+
+def test_a_fit_that_trains_nothing_leaves_no_file(tmp_path: Path) -> None:
+    run = Trainer(devices=2, accelerator="cpu", max_epochs=0, callbacks=Fails("hook"), default_root_dir=tmp_path)
+    with pytest.raises(KeyError) as caught:
+        run.fit(Classifier(), loader(6))
+    assert "was trained" not in str(vars(caught.value).get("__notes__")) and not list(tmp_path.iterdir())
 
 
 RANKS = [f"{what} of rank {rank}" for what in ("end", "interrupt", "result") for rank in (0, 1)]

@@ -46,6 +46,20 @@ class Average(Classifier):
         checkpoint["module"], self.loads = checkpoint.pop("average"), self.loads + 1
 
 
+class Forgets(Classifier):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["optimizers"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_fit_without_the_optimizers_of_the_first(ranks: int) -> None:
+    run, module = Trainer(devices=ranks, accelerator="cpu"), Forgets()
+    run.fit(module, loader(12))
+    run.max_epochs = 2
+    with pytest.raises(ValueError, match=r"KeyError\('optimizers'\).*\[J251\]"):
+        run.fit(module, loader(12))
+
+
 class Looks(Callback):
     found: Any = None
 

@@ -479,6 +479,8 @@ def test_first_lines_of_users_of_lightning() -> None:
         r"^Classifier has no attribute 'save_hyperparameters'\. TrainModule has .*log.*'join'.*J870": lambda: (
             module.save_hyperparameters("lr")
         ),
+        r"'all_gather'\. Call self\.trainer\.strategy\.all_gather\..*J870": lambda: module.all_gather(1.0),
+        r"'reduce'\. Call self\.trainer\.strategy\.reduce\..*J870": lambda: module.reduce(1.0),
         r"^Trainer has no attribute 'fit_loop'\. Trainer has fit, .*metrics.*J870": lambda: run.fit_loop,
     }
     for text, call in told.items():

@@ -99,6 +99,13 @@ def test_a_loop_with_longer_rows_than_the_one_before(pool: Pool) -> None:
     assert one == ([[(17, 1)] * 2, [(17, 2)] * 3, [(17, 3)] * 2, [(17, 4)]], 1)
 
 
+class Frozen(dict[str, int]):
+    """A dict that cannot be written, as models of diffusers have."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("frozen")
+
+
 class Writes(nn.Module):
     """Counts and draws in its forward, and refuses an empty batch only then."""
 
@@ -109,9 +116,15 @@ class Writes(nn.Module):
         self.layer, self.count, self.log = nn.Linear(2, 1), 0, list[Any]()
         self.drawn: dict[str, list[float]] = {"torch": [], "python": [], "numpy": []}
         self.register_buffer("seen", torch.zeros(()))
+        self.turns: list[list[int]] = [[], []]
+        self.turn, self.options = self.turns[0], Frozen(width=2)
+        self.shared = vars(self.layer)["shared"] = set[int]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count, self.seen = self.count + 1, self.seen + 1
+        self.turn = self.turns[self.count % 2]
+        self.turn.append(self.count)
+        self.shared.add(self.count)
         self.log.append((self.count, self.seen.item()))
         for name, draw in {"torch": torch.rand(()).item, "python": random.random, "numpy": np.random.rand}.items():
             self.drawn[name].append(draw())
@@ -121,7 +134,9 @@ class Writes(nn.Module):
         return self.layer(x)
 
     def written(self) -> list[Any]:
-        return [self.count, self.log, self.drawn, self.seen.item(), hasattr(self.layer, "refused")]
+        assert self.layer.shared is self.shared and any(self.turn is each for each in self.turns)
+        other = [self.turns, self.shared, self.options]
+        return [self.count, self.log, self.drawn, self.seen.item(), hasattr(self.layer, "refused"), *other]
 
 
 def writes(rank: int, counts: tuple[int, ...]) -> list[Any]:

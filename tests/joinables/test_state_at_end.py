@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any, cast
@@ -68,7 +69,7 @@ class Nested(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         group = self.param_groups[0]
         group["weight_sum"] += 1.5  # as schedule-free optimizers have it
-        calls = cast("Any", self.state).setdefault("calls", {"count": torch.zeros((), dtype=torch.int64)})
+        calls = cast("Any", self.state).setdefault("groups", {"count": torch.zeros((), dtype=torch.int64)})
         calls["count"] += 1
         for parameter in group["params"]:
             state = self.state[parameter]
@@ -622,6 +623,30 @@ class DictAverage:
 
     def load_state_dict(self, state: Any) -> None:
         self.shadow = state["shadow"]
+
+
+class Queue:
+    """The last average in a queue."""
+
+    def __init__(self) -> None:
+        self.kept = deque([torch.zeros(2)])
+
+    def state_dict(self) -> Any:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.kept = state["kept"]
+
+
+def queued(rank: int) -> None:
+    ddp, queue = DistributedDataParallel(build("mlp")), Queue()
+    with pytest.raises(ProtocolError, match="rows of the state of Queue"), Join([ddp, queue]):
+        loss_of(ddp, *batch(rank, 0, 0)).backward()
+        queue.kept[0] += rank
+
+
+def test_an_average_in_a_queue_is_compared(pool: Pool) -> None:
+    pool.run(queued, ranks=2)
 
 
 def averaged(rank: int, way: str, counts: tuple[int, ...], as_dict: bool) -> tuple[Any, Any]:

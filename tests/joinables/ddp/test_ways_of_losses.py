@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -257,3 +258,26 @@ def train_late(rank: int, hides: bool) -> list[torch.Tensor]:
 
 def test_a_hidden_backward_after_its_burst_was_run_without_it(pool: Pool) -> None:
     torch.testing.assert_close(pool.run(train_late, True, ranks=2), pool.run(train_late, False, ranks=2))
+
+
+def train_after_a_skipped_one(rank: int, hides: bool) -> list[torch.Tensor]:
+    """Rank 0 makes two backwards without a reduction, after one that was announced and skipped."""
+    ddp, counter = DistributedDataParallel(build("mlp")), Counter(collective_of(None))
+    outputs, optimizer = Shown(ddp, hides), torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with Join([counter, ddp, optimizer]):
+        for x, y in [batch(rank, 0, step) for step in range(3)]:
+            optimizer.zero_grad()
+            outputs(x)
+            counter()  # which runs the announced burst
+            with ddp.no_sync():
+                for _ in range(2 - 2 * rank):
+                    (outputs(x) - y).square().mean().backward()
+            (outputs(x) - y).square().mean().backward()
+            optimizer.step()
+            counter()
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+def test_a_hidden_backward_without_a_reduction_after_a_skipped_one(pool: Pool) -> None:
+    run = partial(pool.run, train_after_a_skipped_one, ranks=2)
+    torch.testing.assert_close(run(True), run(False))

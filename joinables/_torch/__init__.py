@@ -14,7 +14,7 @@ require(
             "_FrameExecStrategy",
             "set_code_exec_strategy",
         ),
-        "torch": ("_foreach_copy_", "_foreach_mul_"),
+        "torch": ("_foreach_mul_",),
         "torch._utils": ("_flatten_dense_tensors",),
         "torch.autograd": ("_unsafe_preserve_version_counter",),
         "torch.autograd:Variable._execution_engine": ("queue_callback",),

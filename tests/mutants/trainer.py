@@ -260,6 +260,30 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/trainer/run.py",
+        "            self._keep_trained(trainer.epochs)\n",
+        "            pass\n",
+        "tests/joinables/trainer/test_rescue.py::test_weights_that_the_last_epoch_end_swaps_in",
+    ),
+    Mutant(
+        "joinables/trainer/run.py",
+        "trainer.epochs + 1) and not trainer.should_stop",
+        "trainer.epochs + 1)",
+        "tests/joinables/trainer/test_rescue.py::test_a_failure_after_the_last_step",
+    ),
+    Mutant(
+        "joinables/trainer/run.py",
+        "            run_hooks(optimizer)\n",
+        "",
+        "tests/joinables/trainer/test_hooks.py::test_an_optimizer_whose_base_is_not_constructed",
+    ),
+    Mutant(
+        "joinables/trainer/module.py",
+        " and id(part) not in received",
+        "",
+        "tests/joinables/trainer/test_faults.py::test_state_of_hooks_that_ranks_without_data_do_not_call",
+    ),
+    Mutant(
+        "joinables/trainer/run.py",
         " or is_weighted or may_end",
         " or is_weighted",
         "tests/joinables/trainer/test_faults.py::test_a_hook_ends_an_epoch_of_one_rank",

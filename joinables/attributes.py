@@ -170,10 +170,10 @@ def kept_attributes(module: torch.nn.Module) -> Callable[[], None]:
         inside = [value for value in held.values() if type(value) not in PLAIN and not is_larger(value, LARGEST)]
         while inside:
             each = inside.pop()
-            if isinstance(each, (dict, *CONTAINERS)) and id(each) not in containers:
-                inside += each.values() if isinstance(each, dict) else each
-                if type(each) in _MUTABLE:
-                    containers[id(each)] = each, copy(each)
+            if isinstance(each, (dict, *CONTAINERS)) and id(cast("Any", each)) not in containers:
+                container = cast("Any", each)
+                inside += container.values() if isinstance(each, dict) else container
+                containers[id(container)] = container, copy(container) if type(container) in _MUTABLE else None
 
     def restore() -> None:
         for part, values in kept:
@@ -181,8 +181,9 @@ def kept_attributes(module: torch.nn.Module) -> Callable[[], None]:
                 del vars(part)[key]
             vars(part).update(values)
         for each, before in containers.values():
-            each.clear()
-            (each.extend if isinstance(each, (list, deque)) else each.update)(before)
+            if before is not None:
+                each.clear()
+                (each.extend if isinstance(each, (list, deque)) else each.update)(before)
 
     return restore
 

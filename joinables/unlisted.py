@@ -108,10 +108,12 @@ class Unlisted(Silent):
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if an optimizer that trains the module, its scheduler or its scaler is not listed."""
         name, place, listed = type(optimizer).__name__, self._stepped[optimizer], self._listed.values()
-        covered = {id(parameter) for each in listed for parameter in parameters_of(each)}
-        uncovered = [each for each in parameters_of(optimizer) if id(each) not in covered]
-        stepped = {id(each) for each in uncovered if optimizer.state.get(each)}
-        own = [place for place, each in self._target.named_parameters() if id(each) in stepped] if stepped else []
+        own: list[str] = []
+        if id(optimizer) not in self._listed:
+            covered = {id(parameter) for each in listed for parameter in parameters_of(each)}
+            uncovered = [each for each in parameters_of(optimizer) if id(each) not in covered]
+            stepped = {id(each) for each in uncovered if optimizer.state.get(each)}
+            own = [name for name, each in self._target.named_parameters() if id(each) in stepped]
         if own:
             parameters = own[0] + f" and {len(own) - 1} more" * (len(own) > 1)
             target = type(self._target).__name__

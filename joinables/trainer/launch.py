@@ -37,7 +37,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, BinaryIO, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -436,9 +436,9 @@ def _serve_beside(node: Node) -> None:
     host, port = node.address
     command = [sys.executable, "-c", _SERVER, host, str(port)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    server = subprocess.Popen(command, env=environ, **pipes)
-    if not cast("Any", server.stdout).readline():
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ)
+    if not cast("BinaryIO", server.stdout).readline():
         error = server.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2]
         #: The text comes from torch or from the system. Another program may listen on the port, or a process group that
         #: the script has made.

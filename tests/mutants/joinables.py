@@ -702,8 +702,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/attributes.py",
-        "                    containers[id(each)] = each, copy(each)\n",
-        "                    pass\n",
+        "copy(container) if type(container) in _MUTABLE else None",
+        "None",
         "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
     ),
     Mutant(

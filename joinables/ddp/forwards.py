@@ -56,7 +56,8 @@ class BackwardPass:
     Attributes:
         call: The call of ``backward()``, since a gradient has entered outputs of the module or arrived at a parameter.
         step: The step of the last forward with grad; ``None`` before.
-        synchronises: Whether DDP reduces after the forward of the outputs that a gradient has entered.
+        synchronises: Whether DDP reduces after the last forward with grad; once a gradient has entered outputs, after
+            their forward.
         is_armed: Whether the reducer reduces in this backward, since a synchronised forward has run.
         mean: The mean of its reduction; ``None`` before the reduction is announced.
         factor: The number that multiplies the gradients. It is 0 on a dummy, and if a batch has the weight 0. For a
@@ -245,7 +246,7 @@ class Forwards:
         outputs = [output] if is_one else tensors_with_grad(output)
         synchronises = bool(self._ddp.require_backward_grad_sync)
         backward, step = self.next, self._channel.place.step
-        backward.step = step
+        backward.step, backward.synchronises = step, synchronises
         if synchronises:
             backward.is_armed = True
             if self._ddp.find_unused_parameters:
@@ -310,7 +311,7 @@ class Forwards:
                     )
                 if is_hidden and backward.step is not None:
                     self._check_step(backward.step)
-                    backward.call, backward.synchronises = call, False
+                    backward.call = call
                 if backward.call is call:
                     self._on_backward(backward)
                 else:  # it begins at a penalty on the parameters

@@ -123,6 +123,7 @@ def hooks_called_after_the_block(rank: int) -> int:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     with Join([ddp]):
         ddp(batch(rank, 0, 0)[0]).sum().backward()
+        ddp(batch(rank, 0, 1)[0])  # the hooks wait for its backward
     sys.setprofile(lambda frame, event, argument: called.append(frame.f_code.co_name))
     step_after_the_block(ddp, optimizer)
     sys.setprofile(None)

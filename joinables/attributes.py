@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from enum import Enum
 from functools import cache, partial
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes of every module, such as ``training``, which the loop sets."""
 _OBJECTS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.nn.Module)
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, partial)
-_VALUES = (torch.Tensor, Enum, type)
+_VALUES = (torch.Tensor, Enum, type, dict, *CONTAINERS)
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy"})
 _MOST_PARTS = 100
 _MUTABLE = (dict, OrderedDict, defaultdict, list, deque, set)
@@ -123,15 +123,21 @@ def _known_of(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torc
     return [*parameters, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
 
 
-def _objects_in(value: Any) -> Iterator[Any]:
-    """Yield the objects with attributes in a value, which is one, or a container."""
+def _inside(value: Any) -> Iterator[Any]:
+    """Yield a value, and the values in its containers; nothing if they take more than 1 MiB, as endless ones do."""
     values = [] if is_larger(value, LARGEST) else [value]
     while values:
         each = values.pop()
-        is_own = type(each).__module__.partition(".")[0] not in _LIBRARIES
+        yield each
         if isinstance(each, (dict, *CONTAINERS)):
             values += cast("Iterable[Any]", each.values() if isinstance(each, dict) else each)
-        elif isinstance(each, _OBJECTS) or (is_own and hasattr(each, "__dict__") and not isinstance(each, _VALUES)):
+
+
+def _objects_in(value: Any) -> Iterator[Any]:
+    """Yield the objects with attributes in a value, which is one, or a container."""
+    for each in _inside(value):
+        is_own = type(each).__module__.partition(".")[0] not in _LIBRARIES
+        if isinstance(each, _OBJECTS) or (is_own and hasattr(each, "__dict__") and not isinstance(each, _VALUES)):
             yield each
 
 
@@ -167,13 +173,9 @@ def kept_attributes(module: torch.nn.Module) -> Callable[[], None]:
     for part in module.modules():
         held = {key: value for key, value in vars(part).items() if key not in _OF_MODULES or type(value) in PLAIN}
         kept.append((part, held))
-        inside = [value for value in held.values() if type(value) not in PLAIN and not is_larger(value, LARGEST)]
-        while inside:
-            each = inside.pop()
-            if isinstance(each, (dict, *CONTAINERS)) and id(cast("Any", each)) not in containers:
-                container = cast("Any", each)
-                inside += container.values() if isinstance(each, dict) else container
-                containers[id(container)] = container, copy(container) if type(container) in _MUTABLE else None
+        for each in chain.from_iterable(map(_inside, held.values())):
+            if type(each) in _MUTABLE:
+                containers[id(each)] = each, copy(each)
 
     def restore() -> None:
         for part, values in kept:
@@ -181,9 +183,8 @@ def kept_attributes(module: torch.nn.Module) -> Callable[[], None]:
                 del vars(part)[key]
             vars(part).update(values)
         for each, before in containers.values():
-            if before is not None:
-                each.clear()
-                (each.extend if isinstance(each, (list, deque)) else each.update)(before)
+            each.clear()
+            (each.extend if isinstance(each, (list, deque)) else each.update)(before)
 
     return restore
 

@@ -702,8 +702,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/attributes.py",
-        "copy(container) if type(container) in _MUTABLE else None",
-        "None",
+        "                containers[id(each)] = each, copy(each)\n",
+        "                pass\n",
         "tests/joinables/test_dummy_calls.py::test_an_attempt_that_raises_leaves_no_trace",
     ),
     Mutant(

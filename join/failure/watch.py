@@ -125,6 +125,7 @@ class Watch:
         self.block = Watched(0, Wait(1), is_open=False, is_done=True)
         """The open block, or the last one."""
         self._threads = list[threading.Thread]()  # the last one reads the board; an older one waits for a store
+        self._postings = list[Aside]()
         self.is_fork = False
         """Whether this process was forked from the rank, which has the thread and the connections."""
         self._is_asleep = self._exits = False
@@ -214,12 +215,15 @@ class Watch:
             time.sleep(0.02)
 
     def exit(self) -> None:
-        """End the thread before the interpreter shuts down, when the answer of a store would abort the process."""
+        """End the threads before the interpreter shuts down, when the answer of a store would abort the process."""
         with self._changed:
             self._exits = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(TIMEOUTS.note)
+        for posting in self._postings:
+            with suppress(Exception):
+                posting.wait(timedelta(seconds=TIMEOUTS.note))
 
     def become_fork(self) -> None:
         """Do nothing from now on, since this process is a fork of the rank; a process without other ranks goes on."""
@@ -294,7 +298,7 @@ class Watch:
             if note is not None and not is_posted:
                 board.post(note, block.number)
                 for other in {self.board, self._older or board} - {board}:
-                    Aside(partial(other.post, note, block.number))
+                    self._postings.append(Aside(partial(other.post, note, block.number)))
             elif rings and not is_posting:
                 board.ring()
             ended = board.ended()  # is read before the notes, which an ended rank has then posted

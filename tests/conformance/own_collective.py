@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -39,6 +40,9 @@ class Exchange:
         while not self.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError("timed out")
+            if not threading.main_thread().is_alive():
+                # Python would end this thread as it comes back from the store, and to unwind C++ aborts the process.
+                raise RuntimeError("the process ends")
             time.sleep(0.001)
         return True
 

@@ -255,6 +255,19 @@ def test_nothing_is_written_at_exit(store: dist.TCPStore, monkeypatch: pytest.Mo
     assert not told
 
 
+def test_at_exit_it_waits_for_what_it_posts(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process would be aborted by the answer of a store that comes while the interpreter shuts down."""
+    watch, posted = start(store, 0)[0], threading.Event()
+    older = watch.board
+    monkeypatch.setattr(older, "post", lambda *_: time.sleep(1.0) or posted.set())
+    watch.use(board(store, 0))
+    watch.post(Note(0, 0, "ValueError", "rank 0 failed"), 0.0)
+    assert watch.refresh(SECONDS)
+    watch.exit()
+    assert posted.is_set()
+    watch.end()
+
+
 def test_a_note_is_posted_at_once(store: dist.TCPStore) -> None:
     watch = Watch(lambda: Memory(0, 3, store))
     with using(look=5.0):

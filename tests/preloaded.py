@@ -5,6 +5,7 @@ Importing torch takes seconds of CPU, which a forked process does not pay.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -12,6 +13,8 @@ import weakref
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
+
+from tests.harness import ALL
 
 # DDP and optimizers import the compiler when they are first used.
 OURS = "joinables.trainer", "joinables.zero", "tests.versions"
@@ -30,3 +33,13 @@ for finalizer in list(finalizers._registry):
 kept: list[Any] = [dict(vars(module)) for module in list(sys.modules.values())]
 kept.append(kept)
 gc.freeze()
+
+# Or the interpreter empties each module when a fork ends, and copies the memory that it writes to: a tenth of a second.
+# This project and Python's library end as in a script, and so do all modules in ``make test-all``.
+ENDING_AS_EVER = {"__main__", "join", "joinables", "tests", *sys.stdlib_module_names}
+OTHERS = [] if ALL else [name for name in sys.modules if name.partition(".")[0] not in ENDING_AS_EVER]
+
+
+@atexit.register
+def leave_out_others() -> None:
+    sys.modules.update(dict.fromkeys(OTHERS))  # type: ignore[arg-type]  # as the interpreter does it later

@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -29,7 +30,7 @@ from join.collectives.board import LocalBoard
 from tests.conformance.collective_suite import conforms, fails, operates, times_out
 from tests.conformance.own_collective import OverStore
 from tests.ending import Ending
-from tests.harness import Pool
+from tests.harness import Pool, all_or_each
 from tests.join.counter import Counter
 
 RANKS = 3
@@ -193,8 +194,7 @@ def test_ends_in_threads(check: Callable[[Collective], None]) -> None:
     run_threads(RANKS, check)
 
 
-@pytest.mark.parametrize("check", ENDS)
-@pytest.mark.parametrize("kind", [in_processes, over_gloo_in_processes])
+@pytest.mark.parametrize(("kind", "check"), all_or_each(product([in_processes, over_gloo_in_processes], ENDS)))
 def test_ends_in_processes(ending: Ending, kind: Callable[..., None], check: Callable[[Collective], None]) -> None:
     for end in ending.ends(kind, check):
         assert end.code == 0, end.text

@@ -6,6 +6,7 @@ from collections import OrderedDict, UserDict, UserList, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from join import Join
 from join.batch import copied, emptied, has_empty_tensor, map_tensors, samples_in, tensors_in
-from tests.harness import Pool
+from tests.harness import Pool, all_or_each
 
 
 @dataclass(frozen=True)
@@ -231,8 +232,10 @@ def frozen(batch: Any) -> Any:
     return tensors, len(batch) if hasattr(batch, "__len__") else 0, [*getattr(batch, "__dict__", {})]
 
 
-@pytest.mark.parametrize("dummy", ["empty", "last"])
-@pytest.mark.parametrize("name", [name for name in BATCHES if name not in ("default", "packed")])
+@pytest.mark.parametrize(
+    ("name", "dummy"),
+    all_or_each(product([name for name in BATCHES if name not in ("default", "packed")], ["empty", "last"])),
+)
 def test_a_loop_leaves_batches_as_they_are(pool: Pool, name: str, dummy: str) -> None:
     """Not the two that cannot be sent to a rank without data, which is an error."""
     assert pool.run(loop, name, dummy, ranks=3) == [[True] * 2, [], [True]]

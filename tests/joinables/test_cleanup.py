@@ -9,6 +9,7 @@ import io
 import pickle
 import warnings
 import weakref
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, JoinError, PeerError
 from joinables import ZeroStep
 from tests.ending import Ending, assert_blamed
-from tests.harness import Pool
+from tests.harness import Pool, all_or_each
 from tests.training import assert_same, batch, build, flat_state
 from tests.versions import OWN_BUFFERS
 
@@ -76,8 +77,9 @@ def leave_behind(rank: int, how: str, hooked: bool) -> None:
             ddp(batch(0, 0, 0)[0])
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("how", ["normal", "exception", "disabled", "never entered"])
+@pytest.mark.parametrize(
+    ("how", "hooked"), all_or_each(product(["normal", "exception", "disabled", "never entered"], [False, True]))
+)
 def test_nothing_is_left(ending: Ending, how: str, hooked: bool) -> None:
     ending.run(leave_behind, how, hooked, ranks=RANKS)
 

@@ -263,7 +263,7 @@ NORMED = {
 }
 
 
-@pytest.mark.parametrize("name", NORMED)
+@pytest.mark.parametrize("name", all_or_each(NORMED, lambda name: dict.fromkeys(str(name).split(", "))))
 def test_synchronised_norm_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, shorter(replace(NORMED[name], loop=LOCKSTEP)))
 

@@ -660,9 +660,9 @@ def averaged(rank: int, way: str, counts: tuple[int, ...], as_dict: bool) -> tup
     return flat_state(average.state_dict()), flat_state(dict(ddp.module.named_buffers()))
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-@pytest.mark.parametrize("way", [PLAIN, ITERATE])
-@pytest.mark.parametrize("counts", [(2, 2, 2), (2, 3, 0)])
+@pytest.mark.parametrize(
+    ("way", "counts", "as_dict"), all_or_each(product([PLAIN, ITERATE], [(2, 2, 2), (2, 3, 0)], [False, True]))
+)
 def test_buffers_of_an_average_follow(pool: Pool, way: str, counts: tuple[int, ...], as_dict: bool) -> None:
     results = pool.run(averaged, way, counts, as_dict, ranks=RANKS)
     for average, buffers in results:
@@ -687,8 +687,7 @@ def two_modules(rank: int, way: str, counts: tuple[int, ...]) -> list[float]:
     return [model.module[0].running_mean.item() for model in models]
 
 
-@pytest.mark.parametrize("way", [PLAIN, ITERATE])
-@pytest.mark.parametrize("counts", [(2, 5, 0), (0, 3, 5), (3, 2, 5)])
+@pytest.mark.parametrize(("way", "counts"), all_or_each(product([PLAIN, ITERATE], [(2, 5, 0), (0, 3, 5), (3, 2, 5)])))
 def test_buffers_of_all_modules_come_from_the_same_rank(pool: Pool, way: str, counts: tuple[int, ...]) -> None:
     expected = [0.0] * 3
     for step in range(5):

@@ -18,7 +18,7 @@ from tests.worlds.scheduler import TIME, Scheduler
 from tests.worlds.transports import TRANSPORTS
 from tests.worlds.verdicts import RIGHT, SIZES, judge, kept, ready, sample
 
-SAMPLED = 500 if ALL else 50
+SAMPLED = 500 if ALL else 20
 """Programs over each transport, beside one for each verdict; ``python -m tests.worlds`` runs all."""
 LONGER = ("b1,b1", "!i,!", "iii,iii", "2,1")
 """Programs of more than one letter that reach more than pairs of letters do."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -117,8 +118,7 @@ def asking(rank: int, iterates: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("over_group", [False, True])
-@pytest.mark.parametrize("iterates", [False, True])
+@pytest.mark.parametrize(("iterates", "over_group"), all_or_each(product([False, True], [False, True])))
 def test_a_fork_is_not_a_rank(ending: Ending, iterates: bool, over_group: bool) -> None:
     *used, left = ending.run(asking, iterates, over_group=over_group, limit=30)[FORKS]
     assert left == "fine" and len(used) == (6 if iterates else 4)

@@ -235,7 +235,7 @@ def with_own_collectives(rank: int, how: str) -> str:
 
 @pytest.mark.parametrize(
     ("how", "ranks", "over_group"),
-    [("raise", 3, False), ("raise", 3, True), ("break", 3, False), ("break", 3, True), ("raise", 5, True)],
+    all_or_each([("raise", 3, False), ("raise", 3, True), ("break", 3, False), ("break", 3, True), ("raise", 5, True)]),
 )
 def test_all_ranks_end_and_say_why(ending: Ending, how: str, ranks: int, over_group: bool) -> None:
     """Those, too, that are no neighbours of rank 1 in a ring, and only see others end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError, PeerError
 from tests.ending import Ending
+from tests.harness import all_or_each
 from tests.training import batch, build
 
 RANKS = 3
@@ -47,9 +49,10 @@ def train(rank: int, where: str, iterates: bool) -> str:
     return str(found)
 
 
-@pytest.mark.parametrize("iterates", [False, True])
-@pytest.mark.parametrize("where", ["body", "backward"])
-@pytest.mark.parametrize("over_group", [False, True])
+@pytest.mark.parametrize(
+    ("where", "iterates", "over_group"),
+    all_or_each(product(["body", "backward"], [False, True], [False, True])),
+)
 def test_the_others_learn_of_it(ending: Ending, where: str, iterates: bool, over_group: bool) -> None:
     first, second, third = ending.run(train, where, iterates, ranks=RANKS, over_group=over_group)
     assert second == "mine"

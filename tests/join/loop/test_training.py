@@ -15,7 +15,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from join import Join, JoinError
 from tests.dropin.counter import Summer
 from tests.ending import Ending
-from tests.harness import Pool, first_and_last, in_test_all
+from tests.harness import Pool, all_or_each, first_and_last, in_test_all
 from tests.joinables.ddp.nets import RANKS, Data, Nets, compute_all, loss, plain, streams
 from tests.shorter import using
 from tests.training import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
@@ -241,9 +241,11 @@ def test_a_backward_that_one_rank_skips(ending: Ending, buffers: bool, skipped: 
         assert told.startswith(mine if rank == skipped[0] else f"PeerError: rank {skipped[0]} failed: {mine}")
 
 
-@pytest.mark.parametrize("step", [2, 3])
 @pytest.mark.parametrize(
-    ("buffers", "zero", "steps_too"), [(True, False, True), (False, False, False), (False, True, False)]
+    ("buffers", "zero", "steps_too", "step"),
+    all_or_each(
+        (*how, step) for how in [(True, False, True), (False, False, False), (False, True, False)] for step in (2, 3)
+    ),
 )
 def test_a_backward_that_is_skipped_on_a_dummy(
     pool: Pool, buffers: bool, zero: bool, steps_too: bool, step: int
@@ -338,12 +340,11 @@ def breaking_before_plain_steps(
     return flat_state(ddp.module.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("model", [MLP, Norm])
-def test_plain_steps_after_a_break(pool: Pool, model: type[nn.Module]) -> None:
-    for initial in (True, False):
-        expected = pool.run(breaking_before_plain_steps, model, initial, False, ranks=RANKS)[0]
-        for state in pool.run(breaking_before_plain_steps, model, initial, True, ranks=RANKS):
-            assert_same(state, expected, TOLERANCE)
+@pytest.mark.parametrize(("model", "initial"), all_or_each(product([MLP, Norm], [True, False])))
+def test_plain_steps_after_a_break(pool: Pool, model: type[nn.Module], initial: bool) -> None:
+    expected = pool.run(breaking_before_plain_steps, model, initial, False, ranks=RANKS)[0]
+    for state in pool.run(breaking_before_plain_steps, model, initial, True, ranks=RANKS):
+        assert_same(state, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("over_group", [False, True])

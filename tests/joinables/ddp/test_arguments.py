@@ -6,6 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from join import Join
 from tests.ending import Ending
-from tests.harness import Pool
+from tests.harness import Pool, all_or_each
 from tests.training import TOLERANCE, assert_same, batch, build, flat_state, learn_graph, mesh_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "support.md"
@@ -89,8 +90,7 @@ def with_argument(rank: int, name: str, way: str) -> dict[str, torch.Tensor]:
         return train(rank, DistributedDataParallel(build("mlp"), **{name: EXACT[name]()}), way)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", sorted(OF_DDP & EXACT.keys()))
+@pytest.mark.parametrize(("name", "way"), all_or_each(product(sorted(OF_DDP & EXACT.keys()), WAYS)))
 def test_an_argument_is_exact(pool: Pool, name: str, way: str) -> None:
     for state in pool.run(with_argument, name, way):
         assert_same(state, reference(), TOLERANCE)

@@ -98,9 +98,14 @@ def keeps_a_result(rank: int, net: str, cleared: str, over_all_ranks: bool, thir
     return gradients(model)
 
 
-@pytest.mark.parametrize(("over_all_ranks", "third"), [(True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("cleared", CLEARED)
-@pytest.mark.parametrize("net", ["mlp", "norm"])
+@pytest.mark.parametrize(
+    ("net", "cleared", "over_all_ranks", "third"),
+    all_or_each(
+        (*how, *over)
+        for how in product(["mlp", "norm"], CLEARED)
+        for over in [(True, True), (True, False), (False, False)]
+    ),
+)
 def test_a_result_under_the_window(pool: Pool, net: str, cleared: str, over_all_ranks: bool, third: bool) -> None:
     model, parts = build(net), 3 if over_all_ranks else 2
     for rank in range(3 if CLEARED[cleared] is None else 0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from join import JoinError
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from joinables.trainer.strategy import sharded
 from tests.ending import Ending
-from tests.harness import Parts, Pool, all_or_each, in_test_all, parts_in
+from tests.harness import ALL, Parts, Pool, all_or_each, in_test_all, parts_in
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import new_group, trainer
 from tests.meeting import tell, wait_for
@@ -30,7 +31,7 @@ class Case:
     """One way to fit."""
 
     samples: int = 50
-    epochs: int = 3
+    epochs: int = 3 if ALL else 2
     options: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +70,7 @@ def parts_of(name: str) -> Parts:
 def test_equals_one_process(pool: Pool, name: str) -> None:
     case = CASES[name]
     single, single_metrics = fit(0, case, 1)
-    for ranks in (2, 3):
+    for ranks in (2, 3) if ALL else (3,):
         results = pool.run(fit, case, ranks, ranks=ranks)
         for state, metrics in results:
             assert_same(state, results[0][0])
@@ -143,19 +144,17 @@ def in_parts(rank: int, parts: list[dict[str, int]], strategy: dict[str, Any], e
     return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.callback_metrics.get("train_loss")
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ([{"max_epochs": 1}, {"max_epochs": 3}], [{"max_epochs": 3}]),
-        ([{"max_steps": 2}, {"max_steps": 3}, {"max_steps": 7}], [{"max_steps": 7}]),
-    ],
-    ids=["epochs", "steps"],
-)
-def test_a_second_fit_goes_on_bit_for_bit(pool: Pool, parts: Any, shard: bool) -> None:
+LIMITS = {
+    "epochs": [{"max_epochs": 1}, {"max_epochs": 3}],
+    "steps": [{"max_steps": 2}, {"max_steps": 3}, {"max_steps": 7}],
+}
+
+
+@pytest.mark.parametrize(("limits", "shard"), all_or_each(product(LIMITS, [False, True])))
+def test_a_second_fit_goes_on_bit_for_bit(pool: Pool, limits: str, shard: bool) -> None:
     strategy = {"shard_optimizers": shard}
-    interrupted = pool.run(in_parts, parts[0], strategy, True, ranks=2)
-    whole = pool.run(in_parts, parts[1], strategy, False, ranks=2)
+    interrupted = pool.run(in_parts, LIMITS[limits], strategy, True, ranks=2)
+    whole = pool.run(in_parts, LIMITS[limits][-1:], strategy, False, ranks=2)
     for (state, loss), (expected, expected_loss) in zip(interrupted, whole, strict=True):
         assert_same(state, expected)
         assert loss == expected_loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from joinables.processes import run
 from joinables.trainer import Strategy, Trainer
 from tests.conformance.fakes import over_horovod, over_xla
-from tests.harness import Pool
+from tests.harness import Pool, all_or_each
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import free_port, trainer
 from tests.training import TOLERANCE, assert_same, flat_state
@@ -61,8 +62,7 @@ def alone(options: dict[str, Any], epochs: int) -> tuple[Any, float]:
     return flat_state(state), single.callback_metrics["val_loss"]
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("name", ["horovod", "xla"])
+@pytest.mark.parametrize(("name", "accumulated"), all_or_each(product(["horovod", "xla"], [1, 2])))
 def test_training_over_another_library(pool: Pool, tmp_path: Path, name: str, accumulated: int) -> None:
     """27 samples in batches of 4: three ranks have 3, 2 and 2 batches. The fit resumes from a checkpoint."""
     options = {"accumulate_grad_batches": accumulated}

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from joinables.trainer import Callback, NotPicklable, Trainer, WorkerDied, launc
 from joinables.trainer import trainer as trainer_module
 from joinables.trainer.checkpoint import keep_trained
 from tests.ending import Ending
+from tests.harness import all_or_each
 from tests.joinables.trainer.modules import FEATURES, Classifier, loader
 from tests.joinables.trainer.ranks import trainer
 
@@ -133,8 +135,10 @@ class StopsInBatch(Callback):
         trainer.should_stop = True
 
 
-@pytest.mark.parametrize("limit", ["max_epochs", "max_steps", "should_stop"])
-@pytest.mark.parametrize("where", ["validation", "checkpoint", "death"])
+@pytest.mark.parametrize(
+    ("where", "limit"),
+    all_or_each(product(["validation", "checkpoint", "death"], ["max_epochs", "max_steps", "should_stop"])),
+)
 def test_a_failure_after_the_last_step(tmp_path: Path, where: str, limit: str) -> None:
     alone, module = Classifier(), FailsBefore()
     Trainer(devices=1).fit(alone, loader(6))

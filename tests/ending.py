@@ -4,7 +4,8 @@ Importing torch takes seconds, so one process does it and is forked for each ran
 the end of the program like any script; it is judged from outside. Such processes may also be on several hosts, each
 with one rank (``tests/two_hosts``). What is to be done comes through files in a folder, and so does how it went.
 
-In ``make test``, what C++ frees after the interpreter's end is left to the system: that takes a tenth of a second.
+In ``make test``, what C++ frees after the interpreter's end is left to the system, and modules of others are not
+emptied (``tests/preloaded.py``): each takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -279,6 +280,7 @@ class _Call:
         _write(self.file("result", rank), self.fn(rank, *self.args))
         if not self.tidies:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+            atexit.unregister(importlib.import_module("tests.preloaded").leave_out_others)
             atexit._run_exitfuncs()
             sys.stdout.flush()
             os._exit(0)

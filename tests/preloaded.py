@@ -16,8 +16,9 @@ from typing import Any
 
 from tests.harness import ALL
 
+gc.disable()  # importing makes little garbage, and a fifth of the time went into looking for it
 # DDP and optimizers import the compiler when they are first used.
-OURS = "joinables.trainer", "joinables.zero", "tests.versions"
+OURS = "joinables.trainer", "joinables.zero", "tests.training", "tests.versions"
 for name in ("pytest", "torch.distributed.fsdp", "torch._dynamo", *OURS):
     import_module(name)
 with suppress(ImportError):  # where the framework is not installed
@@ -33,6 +34,7 @@ for finalizer in list(finalizers._registry):
 kept: list[Any] = [dict(vars(module)) for module in list(sys.modules.values())]
 kept.append(kept)
 gc.freeze()
+gc.enable()
 
 # Or the interpreter empties each module when a fork ends, and copies the memory that it writes to: a tenth of a second.
 # This project and Python's library end as in a script, and so do all modules in ``make test-all``.

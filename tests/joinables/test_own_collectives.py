@@ -109,8 +109,7 @@ CASES = {
 }
 
 
-def parts_of(name: str) -> dict[str, Hashable]:
-    case = CASES[name]
+def parts_of(case: Case) -> dict[str, Hashable]:
     assert isinstance(case.wrapper, Shards)
     step, wrapper = case.step, case.wrapper
     return {
@@ -130,9 +129,33 @@ def parts_of(name: str) -> dict[str, Hashable]:
     }
 
 
-@pytest.mark.parametrize("name", all_or_each(CASES, parts_of, together=1))
+@in_test_all
+@pytest.mark.parametrize("name", all_or_each(CASES, lambda name: parts_of(CASES[str(name)]), together=1))
 def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, shorter(replace(CASES[name], loop=LOCKSTEP)))
+
+
+FEW = [
+    CASES["adam"],
+    CASES["accumulation, each backward reduces"],
+    CASES["replicas, accumulation, weights, partial reductions"],
+    replace(CASES["loss divided, weights, accumulation"], model=Model("dataclass")),
+    Case(Model("dict"), Shards(reshard=True), Optimizer("adamw"), step=Step(clip=True, initial=True)),
+    Case(Model("tuple"), Shards(units=()), Optimizer("sgd"), Data(((2, 2, 2), (3, 3, 3))), step=Step(to_none=False)),
+    Case(Model("frozen"), Shards(reshard=False)),
+]
+"""What occurs in the cases of ``make test-all``, several in one."""
+
+
+@pytest.mark.parametrize("at", range(len(FEW)))
+def test_sharded_in_several_ways_equals_one_process(pool: Pool, at: int) -> None:
+    check(pool, shorter(replace(FEW[at], loop=LOCKSTEP)))
+
+
+def test_several_ways_are_those_of_all_cases() -> None:
+    assert {part for case in FEW for part in parts_of(case).items()} >= {
+        part for case in CASES.values() for part in parts_of(case).items()
+    }
 
 
 @pytest.mark.parametrize("name", ["adamw with clipping", pytest.param("replicas", marks=in_test_all)])
@@ -206,7 +229,7 @@ def losses_of(
 def run_loop(rank: int, loop: str) -> dict[str, torch.Tensor]:
     model = shard(shards=Shards(reshard=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for epoch, counts in enumerate(Data.counts):
+    for epoch, counts in enumerate(first_and_last(Data.counts)):
         with Join([model, optimizer], divide_by_initial_world_size=False) as join:
             for step, _ in enumerate(join.iterate(range(counts[rank]))):
                 if loop != "gradients are kept":
@@ -221,7 +244,7 @@ def run_loop(rank: int, loop: str) -> dict[str, torch.Tensor]:
 def run_loop_in_one_process(loop: str) -> dict[str, torch.Tensor]:
     model = build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for epoch, counts in enumerate(Data.counts):
+    for epoch, counts in enumerate(first_and_last(Data.counts)):
         for step in range(max(counts)):
             if loop != "gradients are kept":
                 optimizer.zero_grad()

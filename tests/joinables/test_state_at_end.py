@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from join import Join, JoinError, ProtocolError
 from join.registry import joinables_of
 from tests.ending import Ending
-from tests.harness import Pool, all_or_each
+from tests.harness import ALL, Pool, all_or_each
 from tests.training import TOLERANCE, assert_same, batch, build, flat_state, mesh_of
 
 RANKS = 3
@@ -192,7 +192,7 @@ def test_optimizers_after_an_uneven_block(pool: Pool, kind: str) -> None:
         assert torch.float32 in results[0][1]
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", OPTIMIZERS if ALL else ["adam", "lbfgs"])
 def test_optimizers_after_a_loop(pool: Pool, kind: str) -> None:
     expected = one_process(kind)
     results = pool.run(train, kind, ITERATE, ranks=RANKS)

@@ -20,6 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from tests.harness import ALL
 from tests.shorter import using
 from tests.worlds.programs import BESIDE, ENDS, LETTERS, run
 from tests.worlds.scheduler import in_place
@@ -204,6 +205,6 @@ def changed(before: Verdicts, now: Verdicts) -> dict[tuple[Verdict | None, Verdi
 
 
 def sample(verdicts: Verdicts, number: int, seed: int) -> list[tuple[str, str]]:
-    """Return so many programs with their transports: of each verdict one, and others at random."""
-    some = {verdict: key for key, verdict in verdicts.items()}
+    """Return so many programs with their transports: of each verdict one, or of each essence, and others at random."""
+    some = {verdict if ALL else verdict.essence: key for key, verdict in verdicts.items()}
     return [*some.values(), *random.Random(seed).sample(sorted(verdicts), number)]

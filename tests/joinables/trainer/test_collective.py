@@ -19,7 +19,7 @@ from join.transfer import Exchange
 from joinables.trainer import DDPStrategy, Strategy, Trainer
 from joinables.trainer.launch import Place
 from tests.examples import examples_of
-from tests.harness import Pool
+from tests.harness import ALL, Pool
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
 from tests.training import TOLERANCE, assert_same, flat_state
@@ -232,8 +232,8 @@ def test_collectives_of_the_module_in_hooks_that_all_ranks_call(pool: Pool, wher
     assert exchanges(0, where, 6) == [((1, 1, 2), [[[1.0, 0.0]]] * 4, 0.0, [[1.0, 0.0]])]
 
 
-APART = ["training_step", "on_before_optimizer_step", "on_train_batch_end", "validation_step", "prepare_data"]
-APART += ["on_save_checkpoint", "results_to_return"]
+APART = ["training_step", "prepare_data", "results_to_return"]
+APART += ["on_before_optimizer_step", "on_train_batch_end", "validation_step", "on_save_checkpoint"] if ALL else []
 
 
 @pytest.mark.parametrize("where", APART)

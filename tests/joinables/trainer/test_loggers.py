@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from joinables.trainer import Callback, CSVLogger, ModelCheckpoint, Trainer
-from tests.harness import Pool, in_test_all
+from tests.harness import ALL, Pool, in_test_all
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
 
@@ -195,7 +195,7 @@ def test_a_resumed_fit_writes_no_row_twice(pool: Pool, tmp_path: Path, counts: t
     pool.run(fits, tmp_path, counts, None, ranks=2)
     expected = rows(tmp_path)
     assert len(expected) == 2
-    for step in (1, 4, 6, 8):  # in an epoch, in its last step, in the next
+    for step in (1, 4, 6, 8) if ALL else (4, 6):  # in an epoch, in its last step, in the next
         saved = shutil.copy(tmp_path / "files" / f"epoch={step // 5}-step={step}.ckpt", tmp_path / "saved.ckpt")
         pool.run(fits, tmp_path, counts, saved, ranks=2)
         assert rows(tmp_path) == expected

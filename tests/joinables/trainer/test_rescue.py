@@ -173,7 +173,7 @@ def test_a_fit_that_trains_nothing_leaves_no_file(tmp_path: Path) -> None:
     assert "was trained" not in str(vars(caught.value).get("__notes__")) and not list(tmp_path.iterdir())
 
 
-RANKS = [f"{what} of rank {rank}" for what in ("end", "interrupt", "result") for rank in (0, 1)]
+RANKS = [f"{what} of rank {rank}" for what, rank in all_or_each(product(("end", "interrupt", "result"), (0, 1)))]
 
 
 @pytest.mark.parametrize("where", ["hook", "state", "load", "exit", "death of rank 1", *RANKS])

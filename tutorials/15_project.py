@@ -1,7 +1,7 @@
 """Tutorial 15: a project with the trainer: validation, early stopping, the best checkpoint and a log.
 
 The trainer writes the metrics of each epoch into a CSV file.
-On a terminal, it also shows a line with its progress. After the fit, the best checkpoint is tested on other images.
+On a terminal, it also shows them. After the fit, the best checkpoint is tested on other images.
 """
 
 import csv
@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from joinables.trainer import CSVLogger, EarlyStopping, ModelCheckpoint, Trainer, TrainModule
+from joinables.trainer import Callback, CSVLogger, ModelCheckpoint, Trainer, TrainModule
 
 
 class Digits(TrainModule):
@@ -45,6 +45,17 @@ class Digits(TrainModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
+class Stop(Callback):
+    """Ends a fit after two epochs without a better loss."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_train_epoch_end(self, trainer, module):
+        self.losses.append(trainer.callback_metrics["val_loss"])
+        trainer.should_stop |= min(self.losses) < min(self.losses[-2:])
+
+
 def main(folder: Path) -> None:
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     parts = random_split(TensorDataset(images.float() / 16, labels), [1000, 397, 400], torch.Generator().manual_seed(0))
@@ -55,7 +66,7 @@ def main(folder: Path) -> None:
         devices=2,
         accelerator="cpu",
         max_epochs=30,
-        callbacks=[best, EarlyStopping("val_loss", patience=2)],
+        callbacks=[best, Stop()],
         default_root_dir=folder,
         logger=CSVLogger(folder),
         seed=0,

@@ -224,7 +224,7 @@ class TrainModule(torch.nn.Module):
             TypeError: If the value is not one number.
             RuntimeError: In a prediction.
         """
-        self.trainer.run.log(name, value, batch_size, reduce_fx)
+        self.trainer.run.record(name, value, batch_size, reduce_fx)
 
     def optimizers(self) -> Any:
         """Return the optimizer of the run, or a list if it has several."""

@@ -53,7 +53,7 @@ class Stop(Callback):
 
     def on_train_epoch_end(self, trainer, module):
         self.losses.append(trainer.callback_metrics["val_loss"])
-        trainer.should_stop |= min(self.losses) < min(self.losses[-2:])
+        trainer.should_stop |= len(self.losses) - self.losses.index(min(self.losses)) > 2
 
 
 def main(folder: Path) -> None:

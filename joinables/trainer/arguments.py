@@ -47,8 +47,9 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
         if name not in arguments or (arguments[name] in (None, "auto") and str(arguments[name]) in kind):
             continue
         value = arguments[name]
-        if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and int(value) < least):
-            error = ValueError if isinstance(value, Integral) else TypeError
+        is_number = not isinstance(value, bool) and isinstance(value, Integral)
+        if not is_number or (least is not None and value < least):
+            error = ValueError if is_number else TypeError
             raise error(f"{name}={value!r} has a wrong type or is out of range. Pass {kind}. [J741]")
 
 

@@ -2,8 +2,8 @@
 
 If several ranks write, each line begins with the rank. A line is written when it is complete, or flushed. So lines of
 different ranks do not mix, and a process that is killed loses no complete line. Only the streams of Python are
-replaced, without pipes and threads: rank 0 still writes to the terminal, and output of native code has no rank. Text
-after a carriage return has none either, since it is a picture of a progress bar, which may be as wide as the terminal.
+replaced, without pipes and threads: rank 0 still writes to the terminal, and output of native code has no rank. A bar
+that writes its line again covers the rank, and may be as wide as the terminal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-_LINE = re.compile(r"\r?[^\r\n]+")
+_BEGIN = re.compile(r"^(?=[^\n])", re.MULTILINE)
 
 
 def begin(rank: int, ranks: int) -> None:
@@ -52,7 +52,7 @@ class _Lines:
 
     def write(self, text: str) -> int:
         self._parts.append(text)
-        if "\n" in text or "\r" in text:
+        if "\n" in text:
             self.flush()
         return len(text)
 
@@ -62,10 +62,7 @@ class _Lines:
             while True:
                 parts.append(self._parts.popleft())
         if text := "".join(parts):
-            self._stream.write(_LINE.sub(self._numbered, text))
-            self._is_within_line = text[-1] not in "\r\n"
+            lines = _BEGIN.sub(self._prefix, text)
+            self._stream.write(lines.removeprefix(self._prefix) if self._is_within_line else lines)
+            self._is_within_line = text[-1] != "\n"
         self._stream.flush()
-
-    def _numbered(self, line: re.Match[str]) -> str:
-        is_first = line[0][0] != "\r" and (line.start() > 0 or not self._is_within_line)
-        return self._prefix * is_first + line[0]

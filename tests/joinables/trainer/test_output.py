@@ -65,12 +65,13 @@ def test_each_line_has_its_rank(ending: Ending) -> None:
         assert sum(f"UserWarning: of rank {rank}" in line for line in lines) == 1
 
 
-def test_a_bar_keeps_its_width() -> None:
+def test_a_bar_covers_the_rank() -> None:
     written = io.StringIO()
     lines = output._Lines(written, "[rank 0] ")
-    for part in ("begin\n", "\r 50%", "\r100%\n", "end\n"):
+    for part in ("begin\n\n", "\r 50%", "\r100%\n", "end\n"):
         lines.write(part)
-    assert written.getvalue() == "[rank 0] begin\n\r 50%\r100%\n[rank 0] end\n"
+        lines.flush()
+    assert written.getvalue() == "[rank 0] begin\n\n[rank 0] \r 50%\r100%\n[rank 0] end\n"
 
 
 def test_a_single_rank_needs_no_number(capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import join
 import joinables.testing
 from join import Join, PeerError
-from joinables.trainer import Callback, ModelCheckpoint, Trainer, TrainModule, UnevenDistributedSampler
+from joinables.trainer import ModelCheckpoint, Trainer, TrainModule, UnevenDistributedSampler
 from tests.docs.names import Names, Net
 from tests.ending import Ending
 from tests.examples import examples_in_docstrings, examples_of
@@ -362,21 +362,6 @@ def test_methods_of_a_module(tmp_path: Path) -> None:
     trainer.fit(module, [Labelled(torch.tensor([1.0, 2.0])), Labelled(torch.tensor([6.0]))])
     assert trainer.callback_metrics["labels"] == 3
     assert (module.embeddings.tolist(), module.seconds) == ([6], 2.5)
-
-
-class Constant(Regression):
-    """Does not get better after its second epoch."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", 1.0 if self.trainer.current_epoch else 2.0)
-
-
-def test_a_callback_that_stops_early() -> None:
-    names: dict[str, Any] = {"Callback": Callback}
-    exec(blocks("trainer.md")[3], names)
-    trainer, data = Trainer(devices=1, max_epochs=9, callbacks=names["Stop"]()), [batch(0, 0, 0)]
-    trainer.fit(Constant(), data, data)
-    assert (trainer.epochs, trainer.should_stop) == (5, True)
 
 
 class Labelled:

@@ -1,7 +1,7 @@
 """Tutorial 15: a project with the trainer: validation, early stopping, the best checkpoint and a log.
 
 The trainer writes the metrics of each epoch into a CSV file.
-On a terminal, it also shows a line with its progress. After the fit, the best checkpoint is tested on other images.
+On a terminal, it also shows them. After the fit, the best checkpoint is tested on other images.
 """
 
 import csv
@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from joinables.trainer import CSVLogger, EarlyStopping, ModelCheckpoint, Trainer, TrainModule
+from joinables.trainer import CSVLogger, ModelCheckpoint, Trainer, TrainModule
 
 
 class Digits(TrainModule):
@@ -21,6 +21,7 @@ class Digits(TrainModule):
         super().__init__()
         torch.manual_seed(0)
         self.hparams = {"width": width}  # the trainer logs them
+        self.losses = []
         self.net = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10))
 
     def training_step(self, batch, batch_idx):
@@ -31,6 +32,11 @@ class Digits(TrainModule):
 
     def validation_step(self, batch, batch_idx):
         self.score(batch, "val")
+
+    def on_train_epoch_end(self):
+        """Stop after two epochs without a better loss."""
+        self.losses.append(self.trainer.callback_metrics["val_loss"])
+        self.trainer.should_stop = len(self.losses) - self.losses.index(min(self.losses)) > 2
 
     def test_step(self, batch, batch_idx):
         self.score(batch, "test")
@@ -51,15 +57,7 @@ def main(folder: Path) -> None:
     training, validation, test = (DataLoader(part, 16, shuffle=part is parts[0]) for part in parts)
 
     best = ModelCheckpoint(folder, monitor="val_loss")
-    trainer = Trainer(
-        devices=2,
-        accelerator="cpu",
-        max_epochs=30,
-        callbacks=[best, EarlyStopping("val_loss", patience=2)],
-        default_root_dir=folder,
-        logger=CSVLogger(folder),
-        seed=0,
-    )
+    trainer = Trainer(devices=2, accelerator="cpu", max_epochs=30, callbacks=best, logger=CSVLogger(folder), seed=0)
     trainer.fit(Digits(), training, validation)
     assert trainer.should_stop and trainer.epochs < 30
 

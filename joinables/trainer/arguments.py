@@ -1,26 +1,24 @@
-"""Names and kinds of the arguments of a trainer and its callbacks: :func:`check_kinds`, :func:`accelerator_of`."""
+"""Names and numbers in the arguments of a trainer and its callbacks: :func:`check_kinds`, :func:`accelerator_of`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, cast
 
 import torch
 
-_KINDS: dict[str, tuple[Any, float | None, str]] = {
-    "devices": (Integral, 1, "a number of processes, or 'auto', and choose GPUs by CUDA_VISIBLE_DEVICES"),
-    "num_nodes": (Integral, 1, "a whole number from 1"),
-    "max_epochs": (Integral, 0, "a whole number, or None for no limit"),
-    "max_steps": (Integral, 0, "a whole number, or None for no limit"),
-    "accumulate_grad_batches": (Integral, 1, "a whole number from 1"),
-    "seed": (Integral, None, "a whole number, or None to draw one"),
-    "save_top_k": (Integral, -1, "a whole number, or -1 for all"),
-    "every_n_train_steps": (Integral, 1, "a whole number from 1, or None for epochs"),
-    "patience": (Integral, 0, "a whole number from 0"),
-    "min_delta": (Real, 0, "a number from 0"),
+_NUMBERS: dict[str, tuple[int | None, str]] = {
+    "devices": (1, "a number of processes, or 'auto', and choose GPUs by CUDA_VISIBLE_DEVICES"),
+    "num_nodes": (1, "a whole number from 1"),
+    "max_epochs": (0, "a whole number, or None for no limit"),
+    "max_steps": (0, "a whole number, or None for no limit"),
+    "accumulate_grad_batches": (1, "a whole number from 1"),
+    "seed": (None, "a whole number, or None to draw one"),
+    "save_top_k": (-1, "a whole number, or -1 for all"),
+    "every_n_train_steps": (1, "a whole number from 1, or None for epochs"),
 }
-"""For each argument its types, its smallest value, and a description, which also says whether ``None`` is a value."""
+"""For each argument its smallest value, and a description, which also says whether ``None`` is a value."""
 
 
 REST = "For Lightning's other names, train with its Trainer and strategy='join' of joinables.integrations.lightning"
@@ -45,13 +43,13 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
         TypeError: If it has a wrong type.
         ValueError: If it is too small.
     """
-    for name, (types, least, kind) in _KINDS.items():
+    for name, (least, kind) in _NUMBERS.items():
         if name not in arguments or (arguments[name] in (None, "auto") and str(arguments[name]) in kind):
             continue
         value = arguments[name]
-        is_of_type = isinstance(value, types) and not isinstance(value, bool)
-        if not is_of_type or (least is not None and not value >= least):
-            error = ValueError if is_of_type else TypeError
+        is_number = not isinstance(value, bool) and isinstance(value, Integral)
+        if not is_number or (least is not None and value < least):
+            error = ValueError if is_number else TypeError
             raise error(f"{name}={value!r} has a wrong type or is out of range. Pass {kind}. [J741]")
 
 

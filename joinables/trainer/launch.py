@@ -15,8 +15,8 @@ With several nodes, there is a parent on each. The first worker of a node has th
 the parent of the first node serves the store, at the address that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
 
 A process that torchrun or another launcher has started does the middle part of the worker, and keeps the result or the
-exception of ``fn`` for itself. A :class:`ClusterEnvironment` describes it. The variables of torchrun are one. They are
-read, never set.
+exception of ``fn`` for itself. The variables of torchrun describe it, which are read, never set, or an object of the
+user, such as a cluster environment of Lightning.
 
 The tuple has short fields themselves, and of long ones the name of a file. So it is shorter than ``PIPE_BUF``, and no
 pipe can be full while its reader waits for the writer to end. Files are mapped and not copied: all workers share the
@@ -37,7 +37,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, BinaryIO, Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -110,8 +110,8 @@ class Launcher:
             two, each worker imports the main script, so start the run under ``if __name__ == "__main__"``.
         backend: The backend of the process group.
         timeout: The timeout of the process group's collectives; torch's by default.
-        environment: The place of this process, if a launcher has started it; by default, the environment variables of
-            torchrun say whether it has.
+        environment: The object that describes this process, as ``DDPStrategy(cluster_environment=)``, if a launcher
+            has started it; by default, the environment variables of torchrun say whether it has.
         node: The part of the ranks that this launcher starts, if another one starts others; by default all ranks.
 
     Raises:
@@ -126,7 +126,7 @@ class Launcher:
         start_method: StartMethod = "spawn",
         backend: str = "gloo",
         timeout: timedelta | None = None,
-        environment: ClusterEnvironment | None = None,
+        environment: Any = None,
         node: Node | None = None,
     ) -> None:
         self._environment = launcher_of(world_size, environment)
@@ -255,83 +255,23 @@ class Place:
     local_rank: int
 
 
-class ClusterEnvironment(Protocol):
-    """Launcher that has started this process: an object for ``DDPStrategy(cluster_environment=...)``.
-
-    Cluster environments of Lightning have these methods and properties.
-    """
-
-    @property
-    def main_address(self) -> str:
-        """Name or address of the host of rank 0."""
-        ...
-
-    @property
-    def main_port(self) -> int:
-        """Free port on that host, the same on all ranks."""
-        ...
-
-    def world_size(self) -> int:
-        """Return the number of processes."""
-        ...
-
-    def global_rank(self) -> int:
-        """Return the number of this process among all processes, from 0."""
-        ...
-
-    def local_rank(self) -> int:
-        """Return the number of this process on its node, from 0."""
-        ...
-
-
-@dataclass(frozen=True)
-class Torchrun(ClusterEnvironment):
-    """Environment variables of torchrun, or of a launcher that sets the same ones, as a :class:`ClusterEnvironment`.
-
-    Attributes:
-        environ: The variables.
-    """
-
-    environ: Mapping[str, str]
-
-    @property
-    @override
-    def main_address(self) -> str:
-        return self.environ["MASTER_ADDR"]
-
-    @property
-    @override
-    def main_port(self) -> int:
-        return int(self.environ["MASTER_PORT"])
-
-    @override
-    def world_size(self) -> int:
-        return int(self.environ["WORLD_SIZE"])
-
-    @override
-    def global_rank(self) -> int:
-        return int(self.environ["RANK"])
-
-    @override
-    def local_rank(self) -> int:
-        # Systems that start one process on each node set no number on the node.
-        return int(self.environ.get("LOCAL_RANK", "0") if self.world_size() == 1 else self.environ["LOCAL_RANK"])
-
-
-def place_of(environment: ClusterEnvironment, *, address: bool = False) -> Place:
+def place_of(environment: Any, *, address: bool = False) -> Place:
     """Return the numbers of this process, which a launcher has started.
 
     Args:
-        environment: The launcher.
+        environment: The launcher: variables of torchrun, or an object of the user.
         address: Whether the address of the store is checked, too.
 
     Raises:
-        ValueError: If a method or property is missing or fails, or its value makes no sense.
+        ValueError: If a variable, a method or a property is missing or fails, or its value makes no sense.
     """
     cause: Exception | None = None
     try:
-        place = Place(int(environment.global_rank()), int(environment.world_size()), int(environment.local_rank()))
-        host, port = (environment.main_address, int(environment.main_port)) if address else ("-", 1)
+        variables = _variables_of(environment)
+        rank, ranks = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        # Systems that start one process on each node set no number on the node.
+        place = Place(rank, ranks, int(variables.get("LOCAL_RANK", "0") if ranks == 1 else variables["LOCAL_RANK"]))
+        host, port = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) if address else ("-", 1)
         if 0 <= place.rank < place.world_size and place.local_rank >= 0 and host and 0 < port < 2**16:
             return place
         problem = f"{place} at {host}:{port} is not possible"
@@ -345,23 +285,24 @@ def place_of(environment: ClusterEnvironment, *, address: bool = False) -> Place
     ) from cause
 
 
-def launcher_of(world_size: int, own: ClusterEnvironment | None = None) -> ClusterEnvironment | None:
+def _variables_of(environment: Any) -> dict[str, Any]:
+    """Return the variables of torchrun that say the same as a launcher."""
+    if isinstance(environment, dict):
+        return cast("dict[str, Any]", environment)
+    numbers = {"RANK": environment.global_rank(), "WORLD_SIZE": environment.world_size()}
+    address = {"MASTER_ADDR": environment.main_address, "MASTER_PORT": environment.main_port}
+    return {**numbers, "LOCAL_RANK": environment.local_rank(), **address}
+
+
+def launcher_of(world_size: int, own: Any = None, environ: Mapping[str, str] = os.environ) -> Any:
     """Return the launcher that started the processes of a run with ``world_size`` processes; ``None`` without one.
 
-    A launcher that has started a single process has not started a larger run.
+    It is ``own``, or the variables of torchrun, which another launcher or the user may have set. A launcher that has
+    started a single process has not started a larger run.
 
     Args:
         world_size: The number of processes.
         own: The launcher that the user has passed, if any. Then environment variables are not read.
-    """
-    found = own or detect_environment(os.environ)
-    return None if found is None or (own is None and place_of(found).world_size == 1 < world_size) else found
-
-
-def detect_environment(environ: Mapping[str, str]) -> Torchrun | None:
-    """Return torchrun's environment if it has started this process, or somebody has set its variables; or ``None``.
-
-    Args:
         environ: The environment variables of the process.
 
     Raises:
@@ -369,19 +310,20 @@ def detect_environment(environ: Mapping[str, str]) -> Torchrun | None:
     """
     # RANK alone is too common a name to identify torchrun.
     by_hand = "RANK" in environ and ("WORLD_SIZE" in environ or "LOCAL_RANK" in environ)
-    if by_hand or RUN_ID in environ:
-        return Torchrun({name: environ[name] for name in _VARIABLES if name in environ})
+    if own is None and (by_hand or RUN_ID in environ):
+        found = {name: environ[name] for name in _VARIABLES if name in environ}
+        return None if place_of(found).world_size == 1 < world_size else found
     for launcher, name in {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}.items():
-        if environ.get(name, "1") != "1":
+        if own is None and environ.get(name, "1") != "1":
             raise RuntimeError(
                 f"{launcher} has started {environ[name]} processes ({name}), but nothing says that they train together."
                 " Start one torchrun on each node, or pass the cluster environment of your cluster to DDPStrategy."
                 " [J873]"
             )
-    return None
+    return own
 
 
-def _store_of(environment: ClusterEnvironment) -> dist.Store:
+def _store_of(environment: Any) -> dist.Store:
     """Connect to the store where the processes of a launcher meet, and serve it first if this is rank 0.
 
     With torchrun, its agent may serve the store, which then holds keys of ranks from before a restart, and those of
@@ -392,11 +334,11 @@ def _store_of(environment: ClusterEnvironment) -> dist.Store:
         ValueError: If the environment does not describe this process.
         torch.distributed.DistError: If the store cannot be reached within 5 minutes, or its port is taken.
     """
-    place = place_of(environment, address=True)
-    address = environment.main_address, int(environment.main_port)
-    if isinstance(environment, Torchrun) and environment.environ.get(USE_AGENT_STORE) == str(True):
+    place, variables = place_of(environment, address=True), _variables_of(environment)
+    address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    if variables.get(USE_AGENT_STORE) == str(True):
         store = dist.TCPStore(*address, place.world_size, is_master=False)
-        return dist.PrefixStore(job_of(environment.environ, place.world_size), store)
+        return dist.PrefixStore(job_of(variables, place.world_size), store)
     if place.rank == 0:
         if address not in _served:
             # Multi-tenant: the script itself may have made a process group on the same port.
@@ -520,7 +462,7 @@ class _Job:
 def _work(rank: int, job: _Job) -> None:
     """Run the function as one rank; the first puts the result before it waits for other ranks, which may fail."""
     torch.set_num_threads(job.threads)
-    output.begin(rank, job.world_size, job.folder)
+    output.begin(rank, job.world_size)
     fn, args = _call_of(job)
     ranks, address, store = job.node.ranks, job.node.address, dist.FileStore(f"{job.folder}/store", len(job.node.ranks))
     if store.add("opened", 1) == len(ranks):  # the file should not stay if the parent is killed

@@ -224,7 +224,7 @@ class TrainModule(torch.nn.Module):
             TypeError: If the value is not one number.
             RuntimeError: In a prediction.
         """
-        self.trainer.run.log(name, value, batch_size, reduce_fx)
+        self.trainer.run.record(name, value, batch_size, reduce_fx)
 
     def optimizers(self) -> Any:
         """Return the optimizer of the run, or a list if it has several."""
@@ -234,22 +234,18 @@ class TrainModule(torch.nn.Module):
         """Return the scheduler of the run, a list if it has several, or ``None`` without any."""
         return _one_or_all([stepped.scheduler for stepped in self.trainer.run.schedulers]) or None
 
-    def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
+    def manual_backward(
+        self, loss: torch.Tensor, *, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
         """Compute gradients, averaged over the ranks, if ``automatic_optimization`` is ``False``.
 
         Args:
             loss: The mean over the samples of the batch.
-            **options: ``retain_graph`` and ``create_graph``, as of ``torch.Tensor.backward``.
-
-        Raises:
-            TypeError: If another option is passed.
+            retain_graph: As of ``torch.Tensor.backward``. Its ``inputs`` are no option, since DDP would wait for the
+                gradients of all other parameters.
+            create_graph: As of ``torch.Tensor.backward``.
         """
-        if not options.keys() <= {"retain_graph", "create_graph"}:
-            # DDP waits for the gradients of all parameters, so it would wait for those that inputs= does not list.
-            raise TypeError(
-                f"manual_backward does not accept all of {options!r}. Pass retain_graph and create_graph only. [J262]"
-            )
-        self.trainer.run.backward(loss, **options)
+        self.trainer.run.backward(loss, retain_graph=retain_graph, create_graph=create_graph)
 
     def toggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Freeze the parameters of other optimizers, until :meth:`untoggle_optimizer`, as for a GAN."""

@@ -73,6 +73,7 @@ from joinables.trainer.data import (
     share,
 )
 from joinables.trainer.launch import Place
+from joinables.trainer.loggers import Log, Screen
 from joinables.trainer.metrics import MetricStore, Reduction, monitored
 from joinables.trainer.module import TrainModule, overrides, own_tensors
 
@@ -145,8 +146,8 @@ class Run:
         """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the current batch."""
-        self.latest: dict[str, float] = {}
-        """The metrics of the current epoch or evaluation that loggers have not received."""
+        shown = [*trainer.loggers, *[Screen()] * trainer.enable_progress_bar]
+        self.log = Log(shown if place.rank == 0 and task.stage != "predict" else [])
         self.position = Position(self.store, trainer.epochs)
         self.weight_unit: int | None = None
         """The number of samples that weigh 1 in gradients; ``None`` if all batches weigh the same."""
@@ -163,6 +164,7 @@ class Run:
         self.trainer.strategy.meet("has prepared its data")
         self.call("setup", self.task.stage)
         self.module.to(self.device)
+        self.log.begin(getattr(self.module, "hparams", None))
 
     def take(self, batch: Any, samples: int) -> Any:
         """Return the batch, with this number of samples, on the device."""
@@ -232,7 +234,7 @@ class Run:
             self.store.clear()
         return metrics
 
-    def log(self, name: str, value: Any, samples: int | None, reduce_fx: Reduction) -> None:
+    def record(self, name: str, value: Any, samples: int | None, reduce_fx: Reduction) -> None:
         """Record a metric; arguments as of ``TrainModule.log``. ``samples=None`` is the number of the batch."""
         if not self.takes_metrics:
             raise RuntimeError(
@@ -245,7 +247,7 @@ class Run:
         """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""
         self.trainer.strategy.meet("reduces metrics")
         metrics = self.store.reduce(self.collective)
-        self.latest.update(metrics)
+        self.log.latest.update(metrics)
         self.trainer.callback_metrics.update(metrics)
         return metrics
 
@@ -280,6 +282,8 @@ class Run:
                     outputs.append(map_tensors(_on_cpu, output))
             metrics = self.call_and_reduce(f"on_{name}_epoch_end")
             parts = gather_on_first(self.collective, outputs)
+        if self.task.stage != "fit":  # otherwise they are in the row of the epoch
+            self.log.write(self.trainer.epochs, self.trainer.global_step)
         if stage != "predict":
             return metrics
         if local is loader:
@@ -409,7 +413,7 @@ class Fit(Run):
         if (trainer.should_stop or not self._is_within_limits(trainer.epochs)) and self.collective.rank == 0:
             text = (
                 "This fit trains nothing: %d epochs and %d steps reach max_epochs=%s or max_steps=%s, or a callback"
-                " stops it, such as EarlyStopping. Raise these limits, or its patience."
+                " stops it. Raise these limits."
             )
             logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
         began = trainer.epochs, trainer.global_step
@@ -429,6 +433,7 @@ class Fit(Run):
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
         with replaced(self, "store", MetricStore()):
             self.call_and_reduce("on_train_end")
+        self.log.write(trainer.epochs, trainer.global_step)
 
     def _keep_trained(self, epochs: int) -> None:
         """Put the trained weights where no failure of a later hook can reach them."""
@@ -482,7 +487,7 @@ class Fit(Run):
         may_end = any(overrides(each, "on_train_batch_start") for each in hooked)
         may_end = not trainer.strategy.meet("reads its first batch", not may_end)
         self.plan = Plan.agree(self.collective, self._loader)
-        self.latest.clear()
+        self.log.latest.clear()
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
         finished = trainer.strategy.meet("has ended an epoch", self._train(self.plan, may_end))
@@ -507,6 +512,7 @@ class Fit(Run):
         trainer.epochs += 1
         self.position.end_epoch()
         self.call_and_reduce("on_train_epoch_end")
+        self.log.write(trainer.epochs, trainer.global_step)
         self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:

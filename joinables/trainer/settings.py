@@ -2,18 +2,16 @@
 
 A forked process has the settings of the process that forked it. A process that is started in any other way begins with
 the defaults, although statements under ``if __name__ == "__main__"`` of its script have changed them. So it receives
-the settings of torch that change results, and the filters of warnings, which may make errors of them.
+the settings of torch that change results.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -50,23 +48,12 @@ def capture() -> dict[str, Any]:
     for name, get, _ in _settings():
         with suppress(AttributeError, RuntimeError):  # torch refuses to name the precision if several are set
             values[name] = get()
-    return {
-        "torch": values,
-        "filters": [
-            (action, text, (kind.__module__, kind.__qualname__), module, line)
-            for action, text, kind, module, line in cast("list[Any]", warnings.filters)
-        ],
-    }
+    return values
 
 
 def restore(settings: Mapping[str, Any]) -> None:
-    """Give this process captured settings. A filter of warnings whose class is not imported here is dropped."""
+    """Give this process captured settings."""
     for name, get, change in _settings():
         with suppress(AttributeError, RuntimeError):
-            if name in settings["torch"] and get() != settings["torch"][name]:
-                change(settings["torch"][name])
-    warnings.resetwarnings()
-    filters = cast("list[Any]", warnings.filters)
-    for action, text, (home, kind), module, line in settings["filters"]:
-        with suppress(AttributeError, KeyError):
-            filters.append((action, text, attrgetter(kind)(sys.modules[home]), module, line))
+            if name in settings and get() != settings[name]:
+                change(settings[name])

@@ -37,7 +37,6 @@ from joinables.loss_gate import LossGate, leaves_of
 from joinables.modules import replaced
 from joinables.trainer.arguments import REST, check_choice
 from joinables.trainer.launch import (
-    ClusterEnvironment,
     Launcher,
     Place,
     StartMethod,
@@ -302,8 +301,10 @@ class DDPStrategy(Strategy):
         timeout: Seconds that a rank waits for the others in a run, as in ``Join``: in an epoch, and at the end of an
             evaluation. With a timeout, every rank waits for the others before each backward, whether the data are even
             or not.
-        cluster_environment: The launcher that has started the processes, such as SLURM or MPI, if it is not torchrun.
-            Then torchrun's environment variables are not read.
+        cluster_environment: The launcher that has started the processes, such as SLURM or MPI, if it is not torchrun: a
+            cluster environment of Lightning, or an object with the methods ``global_rank()``, ``world_size()`` and
+            ``local_rank()``, which return numbers from 0 on, and the properties ``main_address`` and ``main_port``,
+            with a host and a free port of rank 0. Then torchrun's environment variables are not read.
         **ddp_kwargs: Other arguments of ``DistributedDataParallel``.
     """
 
@@ -320,7 +321,7 @@ class DDPStrategy(Strategy):
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         timeout: float | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
+        cluster_environment: Any = None,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO, keep_tr
 from joinables.trainer.data import order_seed
 from joinables.trainer.files import temporary_folder
 from joinables.trainer.launch import Place, node_of, read, write
-from joinables.trainer.loggers import Reports, is_watched, loggers_of
+from joinables.trainer.loggers import is_watched, loggers_of
 from joinables.trainer.module import Callback, Queue, TrainModule, check_module, refuse_hooks
 from joinables.trainer.run import Fit, Run, Task
 from joinables.trainer.strategy import Strategy, strategy_of
@@ -67,8 +67,8 @@ class Trainer:
         logger: A logger or several, which receive the metrics: ``CSVLogger(folder)``, a logger of Lightning, or any
             object with ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. With ``None`` or ``False``,
             nothing is logged. If a logger raises, the fit continues, and a warning has the reason.
-        enable_progress_bar: Whether rank 0 shows its progress on stderr; by default, if stderr is a terminal or this is
-            a notebook.
+        enable_progress_bar: Whether rank 0 shows the metrics of each epoch on stderr; by default, if stderr is a
+            terminal or this is a notebook.
         seed: The seed of random numbers and of the order of data. With ``None``, the order is drawn from the random
             state of this process, rank 0 continues with that state, and this process with the state of rank 0. The
             other ranks of a fit draw different numbers. The order of a loader with a ``generator`` is drawn from that
@@ -118,10 +118,9 @@ class Trainer:
         self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
         self.max_steps, self.seed = max_steps, seed
         self.accumulate_grad_batches = accumulate_grad_batches
-        shows = is_watched() if enable_progress_bar is None else enable_progress_bar
-        self._loggers = loggers_of(logger)
-        self._reports = [Reports(self._loggers, shows)] if shows or self._loggers else []
-        self.callbacks = _in_order(callbacks, self._reports)
+        self.loggers = loggers_of(logger)
+        self.enable_progress_bar = is_watched() if enable_progress_bar is None else enable_progress_bar
+        self.callbacks = _in_order(callbacks)
         self.default_root_dir = Path(default_root_dir or ".").absolute()
         self.epochs = 0
         """The number of completed epochs, over all fits of the module."""
@@ -215,7 +214,7 @@ class Trainer:
                 "accumulate_grad_batches needs automatic_optimization=True. Remove accumulate_grad_batches from the"
                 " Trainer's arguments, and accumulate in training_step. [J183]"
             )
-        self.callbacks = _in_order(self.callbacks, self._reports)  # the user may have changed them
+        self.callbacks = _in_order(self.callbacks)  # the user may have changed them
         if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
@@ -316,7 +315,7 @@ class Trainer:
     @property
     def logger(self) -> Any:
         """First logger; ``None`` without one."""
-        return self._loggers[0] if self._loggers else None
+        return self.loggers[0] if self.loggers else None
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -431,11 +430,9 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, strategy: Strate
     return wanted
 
 
-def _in_order(callbacks: Any, others: Sequence[Callback] = ()) -> list[Callback]:
-    """Return the callbacks, and then others, in the order in which they are called."""
-    found = listed(callbacks)
-    found += [each for each in others if each not in found]
-    for callback in found:
+def _in_order(callbacks: Any) -> list[Callback]:
+    """Return the callbacks in the order in which they are called."""
+    for callback in (found := listed(callbacks)):
         if not isinstance(callback, Callback):
             kind = type(callback).__name__
             raise TypeError(
@@ -535,5 +532,6 @@ def _watched(run: Run) -> Generator[None]:
             hook(stage)
     with noting():
         trainer.strategy.close()
+    run.log.end("failed" if raised else "success")
     if raised:
         raise raised[0]

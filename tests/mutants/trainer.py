@@ -173,24 +173,6 @@ MUTANTS = [
         CHECKPOINT + "test_the_best_are_kept",
     ),
     Mutant(
-        "joinables/trainer/callbacks.py",
-        "value < self._best - self._min_delta",
-        "value < self._best + self._min_delta",
-        TRAINER + "test_early_stopping",
-    ),
-    Mutant(
-        "joinables/trainer/callbacks.py",
-        "            self._best, self._waited = value, 0\n",
-        "            self._best = value\n",
-        TRAINER + "test_an_improvement_begins_the_patience_anew",
-    ),
-    Mutant(
-        "joinables/trainer/callbacks.py",
-        "math.inf if math.isnan(value) else ",
-        "",
-        TRAINER + "test_early_stopping_where_there_is_no_number",
-    ),
-    Mutant(
         "joinables/trainer/trainer.py",
         "    found.sort(key=lambda callback: callback.is_last)\n",
         "",
@@ -301,10 +283,10 @@ MUTANTS = [
         "tests/joinables/trainer/test_faults.py::test_state_of_hooks_that_ranks_without_data_do_not_call",
     ),
     Mutant(
-        "joinables/trainer/trainer.py",
-        "[each for each in others if each not in found]",
-        "[]",
-        "tests/joinables/trainer/test_progress.py::test_callbacks_that_are_replaced",
+        "joinables/trainer/run.py",
+        'if self.task.stage != "fit":  # otherwise they are in the row',
+        "if True:  # otherwise they are in the row",
+        "tests/joinables/trainer/test_loggers.py::test_a_row_for_each_epoch_and_evaluation",
     ),
     Mutant(
         "join/protocol/channel.py",

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from joinables.trainer import EarlyStopping, ModelCheckpoint, Trainer
+from joinables.trainer import ModelCheckpoint, Trainer
 from joinables.trainer.checkpoint import _SEAL, read_checkpoint, write_checkpoint
 from tests.harness import at_night
 from tests.joinables.trainer.modules import Classifier, loader
@@ -398,8 +398,8 @@ def test_a_metric_of_epochs_for_files_of_steps(tmp_path: Path) -> None:
 def test_bad_arguments(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ModelCheckpoint(**options)
-    with pytest.raises(TypeError, match=r"patience='3'.* Pass a whole number from 0\. \[J741\]"):
-        EarlyStopping("loss", patience="3")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"save_top_k='3'.* Pass a whole number, or -1 for all\. \[J741\]"):
+        ModelCheckpoint(save_top_k="3")  # pyright: ignore[reportArgumentType]
 
 
 def test_files_outside_the_folder_are_never_removed(tmp_path: Path) -> None:

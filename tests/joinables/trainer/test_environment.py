@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 import torch.distributed as dist
 
-from joinables.trainer.launch import Place, _store_of, detect_environment, place_of
+from joinables.trainer.launch import Place, _store_of, launcher_of, place_of
 from joinables.trainer.rendezvous import job_of
 
 TORCHRUN = {
@@ -32,23 +32,20 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "lo
 ONE_BY_HAND = {"RANK": "0", "WORLD_SIZE": "1"}
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "4", "SLURM_NTASKS": "5", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
 
-RECORDED: list[tuple[str, Mapping[str, str], str | None, Place | None]] = [
-    ("torchrun", TORCHRUN, "torchrun", Place(2, 4, 0)),
-    ("by hand", BY_HAND, "torchrun", Place(1, 2, 1)),
-    ("one process by hand", ONE_BY_HAND, "torchrun", Place(0, 1, 0)),
-    ("torchrun in srun", SRUN | TORCHRUN, "torchrun", Place(2, 4, 0)),
-    ("sbatch", {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None, None),
-    ("nothing", {"HOME": "/root", "RANK": "7"}, None, None),
+RECORDED: list[tuple[str, Mapping[str, str], Place | None]] = [
+    ("torchrun", TORCHRUN, Place(2, 4, 0)),
+    ("by hand", BY_HAND, Place(1, 2, 1)),
+    ("one process by hand", ONE_BY_HAND, Place(0, 1, 0)),
+    ("torchrun in srun", SRUN | TORCHRUN, Place(2, 4, 0)),
+    ("sbatch", {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None),
+    ("nothing", {"HOME": "/root", "RANK": "7"}, None),
 ]
 
 
-@pytest.mark.parametrize(("recorded", "name", "place"), [each[1:] for each in RECORDED], ids=[e[0] for e in RECORDED])
-def test_conformance(recorded: Mapping[str, str], name: str | None, place: Place | None) -> None:
-    environment = detect_environment(recorded)
-    if environment is None:
-        assert name is None
-    else:
-        assert (name, place_of(environment)) == ("torchrun", place)
+@pytest.mark.parametrize(("recorded", "place"), [each[1:] for each in RECORDED], ids=[e[0] for e in RECORDED])
+def test_conformance(recorded: Mapping[str, str], place: Place | None) -> None:
+    environment = launcher_of(1, None, recorded)
+    assert place == (environment and place_of(environment))
 
 
 MALFORMED: list[tuple[Mapping[str, str], str]] = [
@@ -65,36 +62,22 @@ MALFORMED: list[tuple[Mapping[str, str], str]] = [
 
 @pytest.mark.parametrize(("variables", "message"), MALFORMED)
 def test_malformed_variables(variables: Mapping[str, str], message: str) -> None:
-    environment = detect_environment({**variables, "TOKEN": "secret"})
-    assert environment is not None
     with pytest.raises(ValueError, match=message) as caught:
-        _store_of(environment)  # asks for the place first
+        _store_of(launcher_of(1, None, {**variables, "TOKEN": "secret"}))  # asks for the place first
     assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("launcher", "name"), [("srun", "SLURM_STEP_NUM_TASKS"), ("mpirun", "OMPI_COMM_WORLD_SIZE")])
 def test_processes_that_would_train_by_themselves(launcher: str, name: str) -> None:
     with pytest.raises(RuntimeError, match=rf"^{launcher} has started 4 processes \({name}\).*\[J873\]"):
-        detect_environment({name: "4"})
-    assert detect_environment({name: "1"}) is None
-    assert detect_environment({name: "4"} | TORCHRUN) is not None
-
-
-def address(variables: Mapping[str, str]) -> tuple[str, int]:
-    environment = detect_environment(variables)
-    assert environment is not None
-    return environment.main_address, environment.main_port
-
-
-def test_where_the_store_is() -> None:
-    assert address(TORCHRUN) == ("localhost", 34789)
-    assert address(BY_HAND) == ("localhost", 29500)
+        launcher_of(1, None, {name: "4"})
+    assert launcher_of(1, None, {name: "1"}) is None
+    assert launcher_of(1, None, {name: "4"} | TORCHRUN) is not None
+    assert launcher_of(1, own := object(), {name: "4"}) is own
 
 
 def store_of(variables: Mapping[str, str]) -> dist.Store:
-    environment = detect_environment(variables)
-    assert environment is not None
-    return _store_of(environment)
+    return _store_of(launcher_of(1, None, variables))
 
 
 def test_rank_0_serves_the_store_unless_an_agent_does() -> None:
@@ -122,9 +105,8 @@ def test_jobs_of_a_launcher(variables: Mapping[str, str], others: Mapping[str, s
     """Ranks of one job have the same job, and each variable that names another one makes another."""
 
     def job(more: Mapping[str, str]) -> str:
-        environment = detect_environment({**variables, **more})
-        assert environment is not None
-        return job_of(environment.environ, environment.world_size())
+        environment = launcher_of(1, None, {**variables, **more})
+        return job_of(environment, place_of(environment).world_size)
 
     rank = dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
     assert job({}) == job({name: value for name, value in rank.items() if name in variables}) != job(others)

@@ -260,13 +260,6 @@ def test_options_of_backward(pool: Pool) -> None:
     for state, _ in pool.run(clamps, Retains, 2, {}, ranks=2):
         assert_same(state, expected, TOLERANCE)
 
-    class Inputs(ManualClamps):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(torch.zeros(()), inputs=[])
-
-    with pytest.raises(TypeError, match=r"manual_backward does not accept .*inputs"):
-        Trainer().fit(Inputs(), loader())
-
 
 class Elsewhere(Classifier):
     def on_fit_start(self) -> None: ...

@@ -742,7 +742,7 @@ SAME_EVERYWHERE = """
     import json, os, sys
     import torch
     import torch.distributed as dist
-    from joinables.trainer.launch import detect_environment, place_of
+    from joinables.trainer.launch import launcher_of, place_of
     from joinables.trainer import Launcher
 
     def fn(base):
@@ -756,7 +756,7 @@ SAME_EVERYWHERE = """
         assert environ == os.environ
         assert not dist.is_initialized()
         if told[0]["rank"] == 0:
-            environment = detect_environment(os.environ)
+            environment = launcher_of(2)
             print(json.dumps([environment and "torchrun", environment and str(place_of(environment)), told]))
 """
 TOLD = [{"rank": 0, "total": 1.0}, {"rank": 0, "total": 3.0}]

@@ -6,7 +6,6 @@ import copy
 import fcntl
 import gc
 import importlib
-import math
 import multiprocessing
 import os
 import pickle
@@ -28,7 +27,6 @@ from torch.utils.data import DataLoader
 
 from joinables.trainer import (
     Callback,
-    EarlyStopping,
     ModelCheckpoint,
     NotPicklable,
     Trainer,
@@ -321,27 +319,6 @@ class Remembered(DataLoader[Any]):
 # -- one process ------------------------------------------------------------------------------------------------------
 
 
-def test_early_stopping(tmp_path: Path) -> None:
-    def epochs(patience: int, **options: Any) -> int:
-        stopping = EarlyStopping("val_loss", patience=patience, min_delta=10.0)
-        run = Trainer(max_epochs=6, callbacks=stopping)
-        run.fit(Classifier(), loader(12), loader(12), **options)
-        return run.epochs
-
-    assert [epochs(patience) for patience in (0, 1, 2, 4, 5, 9)] == [2, 2, 3, 5, 6, 6]
-    trainer = Trainer(max_epochs=50, callbacks=[EarlyStopping("val_los")])
-    with pytest.raises(ValueError, match=r"monitor='val_los' was not logged\. Use one of .*val_loss"):
-        trainer.fit(Classifier(), loader(), loader(20))
-
-
-def test_an_improvement_begins_the_patience_anew() -> None:
-    stopping, run = EarlyStopping("x", patience=2), Trainer()
-    for value, is_over in ((3.0, False), (3.0, False), (2.0, False), (2.0, False), (2.0, True)):
-        run.callback_metrics["x"] = value
-        stopping.on_train_epoch_end(run, Classifier())
-        assert run.should_stop is is_over
-
-
 def test_one_validation_loader_a_run() -> None:
     """Its workers may persist."""
     given = Remembered([])
@@ -351,48 +328,12 @@ def test_one_validation_loader_a_run() -> None:
     assert given.seen[0] is not given
 
 
-def test_a_fit_that_was_stopped_early_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Over fits and from a checkpoint; with more patience it goes on."""
-
-    def build(patience: int) -> Trainer:
-        keeper, stopping = ModelCheckpoint(tmp_path), EarlyStopping("val_loss", patience=patience, min_delta=10.0)
-        return Trainer(max_epochs=10, callbacks=[keeper, stopping])
-
-    data = loader(12), loader(12)
-    trainer, module = build(2), Classifier()
-    trainer.fit(module, *data)
-    path = trainer.callbacks[-1].best_model_path  # pyright: ignore[reportAttributeAccessIssue]
-    trainer.fit(module, *data)
-    assert (trainer.epochs, trainer.should_stop) == (3, True)
-    for patience, epochs in ((2, 3), (4, 5)):
-        resumed = build(patience)
-        resumed.fit(Classifier(), *data, ckpt_path=path)
-        assert (resumed.epochs, resumed.should_stop) == (epochs, True)
-    assert caplog.text.count("This fit trains nothing: 3 epochs and 6 steps") == 2
-
-
-class Diverging(Classifier):
-    def on_validation_epoch_end(self) -> None:
-        self.log("score", math.nan if self.trainer.current_epoch > 0 else 1.0)
-
-
-def test_early_stopping_where_there_is_no_number() -> None:
-    for mode in ("min", "max"):
-        trainer, module = Trainer(max_epochs=6, callbacks=EarlyStopping("score", mode=mode)), Diverging()
-        for _ in range(2):
-            trainer.fit(module, loader(12), loader(12))
-            assert (trainer.epochs, trainer.should_stop) == (2, True)
-
-
 def test_callbacks_begin_anew_with_another_module(tmp_path: Path) -> None:
-    stopping, keeper = (
-        EarlyStopping("val_loss", patience=1, min_delta=10.0),
-        ModelCheckpoint(tmp_path, monitor="val_loss"),
-    )
-    trainer = Trainer(max_epochs=6, callbacks=[stopping, keeper, Metrics()])
+    keeper = ModelCheckpoint(tmp_path, monitor="val_loss")
+    trainer = Trainer(max_epochs=2, callbacks=[keeper, metrics := Metrics()])
     for _ in range(2):
         trainer.fit(Classifier(), loader(12), loader(12))
-        assert (trainer.epochs, trainer.callbacks[1].seen) == (2, ["epoch 0", "epoch 1"])  # pyright: ignore[reportAttributeAccessIssue]
+        assert (trainer.epochs, metrics.seen) == (2, ["epoch 0", "epoch 1"])
         assert len(keeper.state_dict()["kept"]) == 1
 
 

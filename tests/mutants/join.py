@@ -945,7 +945,7 @@ MUTANTS = [
         "join/collectives/threads.py",
         "ThreadCollective(self._world, self._number + 1)",
         "ThreadCollective(self._world, self._number)",
-        "tests/conformance/test_collective.py::test_threads",
+        "tests/conformance/test_collective.py::test_operations_of_a_companion_of_threads_do_not_mix",
     ),
     Mutant(
         "join/failure/watch.py",

@@ -17,7 +17,6 @@ missing if the learning rate of a scheduled optimizer has changed, and nothing i
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from itertools import chain
 from typing import Any
@@ -29,6 +28,7 @@ from typing_extensions import override
 
 from join import Join
 from join.collectives._torch_private import remove_last
+from join.failure.wait import stack_of
 from joinables._torch.autograd import variable_of
 from joinables._torch.objects import is_scheduled
 from joinables._torch.reducer import held_parameters
@@ -69,7 +69,8 @@ class Unlisted(Silent):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._stepped:
-            self._stepped[optimizer] = _users_line()
+            *_, line = stack_of(inspect.currentframe())
+            self._stepped[optimizer] = line or "a line that is unknown"
             # Nothing but its caller shows that a scaler makes the step.
             scaler = variable_of(torch.amp.GradScaler.step, "self", inspect.currentframe())
             if scaler is not None:
@@ -133,14 +134,6 @@ class Unlisted(Silent):
             f" numbers of steps, so later steps will differ, too.{unless} List it: Join([{', '.join(names)}]). [J891]",
             stacklevel=_AT_END,
         )
-
-
-def _users_line() -> str:
-    """Return the file and line of the innermost frame outside torch and these packages."""
-    frame = inspect.currentframe()
-    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "join", "joinables"):
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "a line that is unknown"
 
 
 def _may_set_rates(obj: Any) -> bool:

@@ -33,6 +33,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.utils import _pytree
 
+from join.collectives.broken import timed_out
+from join.collectives.timeouts import TIMEOUTS
+
 pytree = _pytree
 """Functions that take containers of tensors apart and rebuild them. Replaces a public module of that name."""
 
@@ -277,8 +280,21 @@ _closed: WeakSet[dist.ProcessGroup] = WeakSet()
 _aborted: list[Any] = []  # backends, kept because a later abort is for the groups that were made since
 
 
-class _StillRunning(RuntimeError):
-    pass
+THREADS = "join "
+"""Begin of the names of all threads of this package that call C++."""
+
+
+@atexit.register
+def wait_for_threads() -> None:
+    """Wait until no thread of this package is in a call of C++ that was not given up, at most the time of a note.
+
+    Before Python 3.14, a thread that returns from such a call while the interpreter shuts down aborts the process
+    ("terminate called without an active exception").
+    """
+    deadline = time.monotonic() + TIMEOUTS.note
+    for thread in threading.enumerate():
+        if thread.name.startswith(THREADS):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Aside:
@@ -297,7 +313,7 @@ class Aside:
     def __init__(self, call: Callable[[], Any], *, or_here: bool = False) -> None:
         self.result: Any = None
         self._call, self._error = call, list[BaseException]()
-        self._thread = threading.Thread(target=self._run, name="join aside", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{THREADS}aside", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
@@ -317,10 +333,12 @@ class Aside:
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         """Wait for the call, and raise its exception, or a ``RuntimeError`` if it is still running at ``timeout``."""
+        seconds = None if timeout is None else timeout.total_seconds()
         if self._thread.ident is not None:
-            self._thread.join(None if timeout is None else timeout.total_seconds())
+            self._thread.join(seconds)
         if self._thread.is_alive():
-            raise _StillRunning
+            self._thread.name = "given up"  # it may never return, so the end of the process does not wait for it
+            raise timed_out("a call in a thread", seconds or 0.0)
         for error in self._error:
             raise error
         return True
@@ -394,8 +412,8 @@ def _is_of_gloo(backend: Any) -> bool:
     return isinstance(backend, getattr(dist, "ProcessGroupGloo", ()))
 
 
-def never_destroy(group: dist.ProcessGroup) -> None:
-    """Never run the destructor of ``group``. Replaces an abort, which gloo groups do not have.
+def never_destroy(group: dist.ProcessGroup | None) -> None:
+    """Never run the destructor of ``group``, if there is one. Replaces an abort, which gloo groups do not have.
 
     The destructor waits for running operations until the group's time limit expires. If an operation waits for a rank
     that never joins it, the process could not end until then. A group that is not destroyed ends with its process.
@@ -423,9 +441,4 @@ def _pause_at_exit() -> None:
 def never_destroy_at_exit(group: dist.ProcessGroup) -> None:
     """Call :func:`never_destroy` when the interpreter exits, if the group still exists."""
     reference = weakref.ref(group)
-
-    def hold() -> None:
-        if (group := reference()) is not None:
-            never_destroy(group)
-
-    atexit.register(hold)
+    atexit.register(lambda: never_destroy(reference()))

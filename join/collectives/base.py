@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import json
 import pickle
-import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -39,8 +38,6 @@ ReduceOp: TypeAlias = Literal["sum", "min", "max"]
 V = TypeVar("V")
 
 _WORD_BITS = 63  # of an int64 without its sign
-_HEAD = struct.Struct("<q?")  # of an object: its size, and whether it could be pickled
-_ROOM = 4096 - _HEAD.size  # bytes of a broadcast object in its first message; only a larger one needs a second message
 
 
 @dataclass
@@ -173,25 +170,12 @@ class Collective(ABC):
             RuntimeError: On every rank, if ``source`` cannot pickle it. With ``plain``, if it does not arrive as JSON.
             ValueError: If ``source`` is not a rank.
         """
-        is_source = self.rank == source
-        data, ok = _packed(value, plain) if is_source else (bytearray(), True)
-        first = bytearray(_HEAD.pack(len(data), ok) + data[:_ROOM].ljust(_ROOM))
-        self.finish(self.broadcast(torch.frombuffer(first, dtype=torch.uint8), source))  # checks the source
-        size, ok = _HEAD.unpack_from(first)
-        if size > _ROOM:
-            rest = data[_ROOM:] or bytearray(size - _ROOM)
-            self.finish(self.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source))
-            data = first[_HEAD.size :] + rest
-        else:
-            data = first[_HEAD.size : _HEAD.size + size]
-        if not ok:
-            raise RuntimeError(
-                f"Rank {source} cannot pickle the object to broadcast ({data.decode()}). Send an object that pickle"
-                " supports. [J024]"
-            )
-        if plain:
-            return _plain_from(data, source)
-        return value if is_source else pickle.loads(data)
+        data = _packed(value, plain) if self.rank == source else bytearray()
+        size = torch.tensor([len(data)], device="cpu")
+        self.finish(self.broadcast(size, source))  # checks the source
+        data.extend(bytes(int(size) - len(data)))
+        self.finish(self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source))
+        return self._unpacked({source: data}, value, plain)[0]
 
     @final
     def all_gather_object(self, value: Any, *, plain: bool = False) -> list[Any]:
@@ -205,24 +189,27 @@ class Collective(ABC):
             RuntimeError: On every rank, if one of them cannot pickle its value. With ``plain``, if a value does not
                 arrive as JSON.
         """
-        data, ok = _packed(value, plain)
-        heads = torch.empty(self.world_size, 2, dtype=torch.int64, device="cpu")
-        self.finish(self.all_gather(torch.tensor([len(data), ok], device="cpu"), heads.unbind()))
-        sizes = cast("list[int]", heads[:, 0].tolist())
+        data = _packed(value, plain)
+        counts = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
+        self.finish(self.all_gather(torch.tensor(len(data), device="cpu"), counts.unbind()))
+        sizes = cast("list[int]", counts.tolist())
         data.extend(bytes(max(sizes) - len(data)))
         received = [bytearray(max(sizes)) for _ in sizes]
         outputs = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
         self.finish(self.all_gather(torch.frombuffer(data, dtype=torch.uint8), outputs))
-        texts = [buffer[:size] for buffer, size in zip(received, sizes, strict=True)]
-        failed = [f"rank {rank}: {texts[rank].decode()}" for rank, head in enumerate(heads) if not head[1]]
+        return self._unpacked({rank: received[rank][:size] for rank, size in enumerate(sizes)}, value, plain)
+
+    def _unpacked(self, received: Mapping[int, bytearray], value: Any, plain: bool) -> list[Any]:
+        """Return the values that ranks have sent, and ``value`` for this rank."""
+        failed = [f"rank {rank}: {data[1:].decode()}" for rank, data in received.items() if not data[0]]
         if failed:
             raise RuntimeError(
-                f"Some ranks cannot pickle the object to gather ({', '.join(failed)}). Send objects that pickle"
+                f"Some ranks cannot pickle the object to send ({', '.join(failed)}). Send objects that pickle"
                 " supports. [J026]"
             )
         if plain:
-            return [_plain_from(text, rank) for rank, text in enumerate(texts)]
-        return [value if rank == self.rank else pickle.loads(text) for rank, text in enumerate(texts)]
+            return [_plain_from(data[1:], rank) for rank, data in received.items()]
+        return [value if rank == self.rank else pickle.loads(data[1:]) for rank, data in received.items()]
 
     @final
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -435,12 +422,12 @@ def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def _packed(value: Any, plain: bool) -> tuple[bytearray, bool]:
-    """Return the value as bytes and ``True``, or the reason why it cannot be pickled and ``False``."""
+def _packed(value: Any, plain: bool) -> bytearray:
+    """Return 1 and the value as bytes, or 0 and the reason why it cannot be pickled."""
     try:
-        return bytearray(json.dumps(value, default=repr).encode() if plain else pickle.dumps(value)), True
+        return bytearray(b"\1" + (json.dumps(value, default=repr).encode() if plain else pickle.dumps(value)))
     except Exception as unpicklable:
-        return bytearray(f"{type(unpicklable).__name__}: {unpicklable}".encode()), False
+        return bytearray(b"\0" + f"{type(unpicklable).__name__}: {unpicklable}".encode())
 
 
 def _plain_from(data: bytearray, rank: int) -> Any:

@@ -8,6 +8,7 @@ of its own does it (``join.failure.guard``).
 from __future__ import annotations
 
 import json
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -186,7 +187,7 @@ class StoreBoard(Board):
     def __init__(self, rank: int, world_size: int, store: dist.Store, *, of_ranks: bool = True) -> None:
         super().__init__(rank, world_size)
         self.of_ranks = of_ranks
-        self._shared_store, self._own_store = store, None
+        self._shared_store, self._own_store, self._connecting = store, None, threading.Lock()
         self._watched = (rank - 1) % world_size  # the rank whose beats this rank reads; another rank reads its own
         self._next_beat = 0.0
         self._beats = 0  # written by this rank
@@ -194,12 +195,13 @@ class StoreBoard(Board):
 
     @property
     def _store(self) -> Any:  # clone() and multi_get() are not in torch's type stubs
-        if self._own_store is None:
-            store = cast("Any", self._shared_store).clone()
-            for kind in get_args(Kind):  # so that one request can read the messages of all ranks
-                store.set(_key_of(kind, self.rank), "")
-            self._own_store = store
-        return self._own_store
+        with self._connecting:
+            if self._own_store is None:
+                store = cast("Any", self._shared_store).clone()
+                for kind in get_args(Kind):  # so that one request can read the messages of all ranks
+                    store.set(_key_of(kind, self.rank), "")
+                self._own_store = store
+            return self._own_store
 
     @override
     def ring(self) -> None:

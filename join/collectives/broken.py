@@ -20,9 +20,6 @@ _UNREACHABLE = re.compile(r"connecting: |SO_ERROR")
 _HOROVODS = "HorovodInternalError"
 _DEPTH = 8  # the length of the chain of exceptions that is searched
 
-CALL_THE_SAME = "Call the same operation on all ranks, or pass a longer timeout."
-"""Fix in the texts of errors about a wait that timed out."""
-
 
 class BrokenCollective(RuntimeError):
     """Exception for an operation of this package's own collectives that cannot complete.
@@ -35,6 +32,14 @@ class BrokenCollective(RuntimeError):
     def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
+
+
+def timed_out(awaited: str, seconds: float) -> RuntimeError:
+    """Return the error of a wait for something that has taken longer than ``seconds``."""
+    return RuntimeError(
+        f"Waiting for {awaited} timed out after {seconds:g} s. Call the same operation on all ranks, or pass a longer"
+        " timeout. [J039]"
+    )
 
 
 def is_broken(error: BaseException, *, stores: bool = True) -> bool:

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from join.collectives._torch_private import Aside
 from join.collectives.base import Collective, ReduceOp, as_bytes, check_op, put_back, widened
-from join.collectives.broken import CALL_THE_SAME
+from join.collectives.broken import timed_out
 from join.collectives.line import DONE, Work
 from join.collectives.timeouts import TIMEOUTS
 
@@ -58,10 +58,8 @@ class HorovodCollective(Collective):
     @override
     def setup(self, rank: int, world_size: int) -> None:
         super().setup(rank, world_size)
-        if not self._hvd.is_initialized():
-            self._hvd.init()
-            self._has_initialised = True
-        self._check_place(self._hvd.rank(), self._hvd.size())
+        self._has_initialised |= not self._hvd.is_initialized()
+        self._check_place(*self.place()[:2])
         self._names = map(f"join.{next(_numbers)}.{{}}".format, count())
 
     @override
@@ -136,10 +134,10 @@ class _Started:
         return self._end.done() or self._hvd.poll(self._handle)
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout.total_seconds()
+        started, limit = time.monotonic(), float("inf") if timeout is None else timeout.total_seconds()
         while not self.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"Waiting for Horovod timed out after {timeout}. {CALL_THE_SAME} [J862]")
+            if time.monotonic() - started > limit:
+                raise timed_out("Horovod", limit)
             time.sleep(_POLL_SECONDS)
         if not self._end.done():
             try:

@@ -38,7 +38,7 @@ from typing_extensions import final, override
 
 from join.collectives._torch_private import profiled
 from join.collectives.board import Board, Kind
-from join.collectives.broken import CALL_THE_SAME, BrokenCollective
+from join.collectives.broken import BrokenCollective, timed_out
 from join.collectives.line import SUMS, Line, Sum
 from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
@@ -348,7 +348,7 @@ class _Numbers(Sum[V], Generic[V]):
                 elif now - self._waits_since > lane.timeout:
                     self._failure = BrokenCollective(f"timed out after {lane.timeout:g} s: rank {rank} did not arrive")
                 elif waited >= limit:
-                    raise RuntimeError(f"Waiting for rank {rank} timed out after {limit:g} s. {CALL_THE_SAME} [J039]")
+                    raise timed_out(f"rank {rank}", limit)
             time.sleep(0.0 if waited < _WITHOUT_PAUSE else min(waited * _PAUSE, _LONGEST_PAUSE))
 
     @override

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import Collective, GroupLine, ReduceOp, check_op, describe
+from join.collectives.base import Collective, Kept, ReduceOp, check_op, describe
 from join.collectives.board import Board, StoreBoard
-from join.collectives.broken import CALL_THE_SAME, BrokenCollective
-from join.collectives.line import MESSAGES, SUMS, Line, Work
+from join.collectives.broken import BrokenCollective, timed_out
+from join.collectives.line import Work
 
 T = TypeVar("T")
 _REDUCTIONS = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
@@ -47,9 +47,7 @@ class _Operation:
         limit = self.world.timeout if timeout is None else timeout.total_seconds()
         if not self.done.wait(limit):
             missing = sorted(set(range(self.world.size)) - set(self.tensors))
-            raise RuntimeError(
-                f"Waiting for ranks {missing} in {self.name} timed out after {limit:g} s. {CALL_THE_SAME} [J041]"
-            )
+            raise timed_out(f"ranks {missing} in {self.name}", limit)
         if self.failure is not None:
             raise self.failure
         return True
@@ -61,11 +59,10 @@ class _World:
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
         self.lock = threading.Lock()
-        self.operations: dict[int, _Operation] = {}
+        self.operations: dict[tuple[int, int], _Operation] = {}
         self.store = dist.HashStore()
         self.store.set_timeout(timedelta(seconds=timeout))
         self.ended: dict[int, BrokenCollective] = {}
-        self.companion: _World | None = None
 
     def end(self, rank: int, why: BrokenCollective) -> None:
         """Record that a rank will take part in no further operation."""
@@ -74,8 +71,6 @@ class _World:
             for operation in self.operations.values():
                 if rank not in operation.tensors:
                     operation.fail(why)
-        if self.companion is not None:
-            self.companion.end(rank, why)
 
 
 class _ThreadBoard(StoreBoard):
@@ -93,10 +88,16 @@ class _ThreadBoard(StoreBoard):
 
 
 class ThreadCollective(Collective):
-    """One rank of a world of threads, for :func:`run_threads`."""
+    """One rank of a world of threads, for :func:`run_threads`.
 
-    def __init__(self, world: _World) -> None:
-        self._world, self._count = world, 0
+    Args:
+        world: The world.
+        number: The number of the collective; those of one number meet.
+    """
+
+    def __init__(self, world: _World, number: int = 0) -> None:
+        self._world, self._number, self._count = world, number, 0
+        self.kept = Kept(is_connected=True)
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -129,7 +130,8 @@ class ThreadCollective(Collective):
         """Take part in the n-th operation. The last rank writes the combined tensors into all receivers."""
         world, name = self._world, f"{name} of {describe(tensor.dtype, tensor.shape)}"
         with world.lock:
-            operation = world.operations.setdefault(self._count, _Operation(world, name))
+            key = self._number, self._count
+            operation = world.operations.setdefault(key, _Operation(world, name))
             if operation.name != name:
                 text = (
                     f"Rank {self.rank} called {name} as collective {self._count}, but rank {min(operation.tensors)}"
@@ -137,7 +139,7 @@ class ThreadCollective(Collective):
                 )
                 operation.fail(RuntimeError(text))
                 raise RuntimeError(text)
-            for rank, failure in list(world.ended.items()):  # a copy, because a companion has a lock of its own
+            for rank, failure in world.ended.items():
                 if rank not in operation.tensors:
                     operation.fail(failure)
             operation.tensors[self.rank] = tensor
@@ -148,26 +150,17 @@ class ThreadCollective(Collective):
                     for tensors in operation.receivers:
                         for receiver, result in zip(tensors, results, strict=True):
                             receiver.copy_(result)
-                del world.operations[self._count]
+                del world.operations[key]
                 operation.done.set()
         self._count += 1
         return operation
 
     @override
     def companion(self) -> Collective:
-        kept, world = self.kept, self._world
-        if kept.companion is None:
-            with world.lock:
-                if world.companion is None:
-                    world.companion = _World(world.size, world.timeout)
-                    world.companion.ended = world.ended
-            kept.companion = ThreadCollective(world.companion)
-            kept.companion.setup(self.rank, self.world_size)
-        return kept.companion
-
-    @override
-    def line(self, number: int = MESSAGES) -> Line:
-        return GroupLine(self if number == SUMS else self.companion())
+        if self.kept.companion is None:
+            self.kept.companion = ThreadCollective(self._world, self._number + 1)
+            self.kept.companion.setup(self.rank, self.world_size)
+        return self.kept.companion
 
     @override
     def board(self) -> Board:
@@ -200,13 +193,13 @@ def run_threads(world_size: int, fn: Callable[[ThreadCollective], T], timeout: f
     def work(rank: int) -> None:
         collective = ThreadCollective(world)
         collective.setup(rank, world_size)
+        end = "has ended"
         try:
             results[rank] = fn(collective)
         except BaseException as error:
             errors.append(error)
-            world.end(rank, BrokenCollective(f"rank {rank} raised {type(error).__name__}: {error}", [rank]))
-        else:
-            world.end(rank, BrokenCollective(f"rank {rank} has ended", [rank]))
+            end = f"raised {type(error).__name__}: {error}"
+        world.end(rank, BrokenCollective(f"rank {rank} {end}", [rank]))
 
     threads = [
         threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)

@@ -54,7 +54,7 @@ class XLACollective(Collective):
     @override
     def setup(self, rank: int, world_size: int) -> None:
         super().setup(rank, world_size)
-        self._check_place(self._runtime.global_ordinal(), self._runtime.world_size())
+        self._check_place(*self.place()[:2])
         self._last: Work = DONE
 
     @override

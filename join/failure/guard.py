@@ -25,14 +25,15 @@ from typing import Any, NamedTuple, NoReturn
 
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
-from join.collectives.board import Board, Note, Progress
+from join.collectives.board import Note, Progress
 from join.collectives.broken import BrokenCollective, is_broken, is_unreachable
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, described
 from join.failure.wait import every_rank, placed, places
-from join.failure.watch import News, text_of_gone, watch_of
+from join.failure.watch import text_of_gone, watch_of
 
 _LEAST_SECONDS = 0.01  # backends interpret 0 as their own time limit
+_UNKNOWN = -1  # instead of the number of a rank that is gone
 _PENDING = "The process group has a collective pending and cannot be used any more: restart from a checkpoint"
 _LOST = "The process group cannot be used any more: restart from a checkpoint"
 
@@ -121,19 +122,12 @@ class Guard:
         if self.is_lost:
             self._collective.hold()
 
-    def use(self, board: Board) -> None:
-        """Use another board from now on, if its class differs from the current one."""
-        if type(board) is not type(self.watch.board):
-            self.watch.use(board)
-
     # -- posting ------------------------------------------------------------------------------------------------------
 
     def post(self, error: BaseException) -> None:
         """Post a note that this rank fails with ``error``."""
-        if self._world_size == 1:
-            return
         self._watch_block()
-        self.use(self._collective.board())  # it may have changed just before
+        self.watch.use(self._collective.board())  # it may have changed just before
         text = "\n".join([f"rank {self._rank} failed: {described(error)}", *getattr(error, "__notes__", ())])
         self.watch.post(Note(self._rank, self._rank, type(error).__name__, text), TIMEOUTS.note)
 
@@ -148,7 +142,7 @@ class Guard:
         block = self.watch.block
         news = block.news if block.news.notes else block.aborted_for or block.news
         if news.notes or block.aborted_for is not None or (news.ended and block.is_lost):
-            raise self._cause_in(news)
+            raise self._consequence(news.notes, news.ended)
 
     def look_again(self) -> None:
         """Read the board again, and then do as :meth:`look` does."""
@@ -180,7 +174,7 @@ class Guard:
             PeerError: With the rank.
         """
         if gone := {*self.watch.block.news.ended, *self.silent(progress, TIMEOUTS.silent)}:
-            raise self._gone(sorted(gone))
+            raise self._consequence([], sorted(gone))
 
     def silent(self, progress: dict[int, Progress], seconds: float) -> list[int]:
         """Return the ranks whose progress is the same as ``seconds`` ago. This is called at short intervals.
@@ -208,7 +202,7 @@ class Guard:
             error: Any exception that was raised on this rank.
         """
         if isinstance(error, Exception) and (news := self.watch.block.aborted_for) is not None:
-            return self._cause_in(news)  # every later exception may be a consequence of the abort
+            return self._consequence(news.notes, news.ended)  # every later exception may be a consequence of the abort
         if not is_broken(error):
             return None
         known = set(error.ranks) if isinstance(error, BrokenCollective) else set[int]()
@@ -218,42 +212,34 @@ class Guard:
             news = self.watch.block.news
             if time.monotonic() < started + 2 * TIMEOUTS.look:
                 before = news.progress  # a rank that has ended may have posted it just before
-            if news.notes:
-                return self._consequence(news.notes)
-            gone = known.union(news.ended)
-            if gone:
-                return self._gone(sorted(gone))
-            if not reached:
-                return self._gone([])
+            gone = sorted(known.union(news.ended))
+            if news.notes or gone or not reached:
+                return self._consequence(news.notes, gone)
             if time.monotonic() >= started + TIMEOUTS.cause:
                 break
             time.sleep(0.05)
         alive = {rank for rank, progress in news.progress.items() if rank not in before or progress != before[rank]}
         silent = sorted(set(range(self._world_size)) - {self._rank} - alive)
-        return self._gone(silent) if silent else None
+        return self._consequence([], silent) if silent else None
 
-    def _cause_in(self, news: News) -> JoinError:
-        return self._consequence(news.notes) if news.notes else self._gone(news.ended)
+    def _consequence(self, notes: list[Note], gone: list[int]) -> JoinError:
+        """Return the error of this rank, which fails because of the failures in these notes, and pass the cause on.
 
-    def _consequence(self, notes: list[Note]) -> JoinError:
-        """Return the error of this rank, which fails because of the failures in these notes."""
-        first = [note for note in notes if note.rank == note.cause] or notes
+        Args:
+            notes: The notes of other ranks.
+            gone: The ranks whose processes are gone, if there are no notes. With neither, the store is gone, too.
+        """
+        left = [Note(rank, rank, "", text_of_gone(gone)) for rank in gone[:1] or [_UNKNOWN]]
+        first = [note for note in notes if note.rank == note.cause] or notes or left
         text = "; ".join(dict.fromkeys(note.text for note in first))
         is_timeout = all(note.kind == JoinTimeoutError.__name__ for note in first)
         end = "\n" if "\n" in text else ". "
         error = (JoinTimeoutError if is_timeout else PeerError)(f"{text}{end}{_LOST}")
-        return self._with_cause(error, first[0].cause, first[0].kind, text)
-
-    def _gone(self, ranks: list[int]) -> JoinError:
-        """Return the error for ranks whose processes are gone. An empty list means that the store is gone, too."""
-        text = text_of_gone(ranks)
-        return self._with_cause(PeerError(f"{text} {_LOST}"), ranks[0] if ranks else None, "", text)
-
-    def _with_cause(self, error: JoinError, cause: int | None, kind: str, text: str) -> JoinError:
+        cause = first[0].cause
         if isinstance(error, PeerError):
-            error.rank = cause
-        if cause is not None:
-            self.watch.post(Note(self._rank, cause, kind, text), TIMEOUTS.note)
+            error.rank = None if cause == _UNKNOWN else cause
+        if cause != _UNKNOWN:
+            self.watch.post(Note(self._rank, cause, first[0].kind, text), TIMEOUTS.note)
         return error
 
     # -- waiting ------------------------------------------------------------------------------------------------------
@@ -378,16 +364,11 @@ class Guard:
                 " body on every rank. In a plain block, list the object that issues the collective, such as a sharded"
                 " optimizer, or loop over join.iterate. [J060]"
             )
-        elif in_collective:
-            seconds = 2 * timeout
-            text = (
-                f"A collective of the process group was not done within {seconds:g} s, twice the timeout ({doing})."
-                " Some rank never calls it. Run the same collectives on all ranks, or pass a longer timeout. [J061]"
-            )
         else:
+            limit = f"{2 * timeout:g} s, twice the timeout" if in_collective else f"timeout={timeout:g} s"
             text = (
-                f"All ranks waited for different collectives until timeout={timeout:g} s expired ({doing}). Run the"
-                " same code on all ranks. [J062]"
+                f"A collective was not done within {limit}, but no rank is late ({doing}). Ranks wait in different"
+                " collectives, or one never calls it. Run the same code on all ranks, or pass a longer timeout. [J061]"
             )
         lines = places(every_rank({**others, rank: own}, self._world_size))
         error = JoinTimeoutError("\n".join([f"{text} {_PENDING}", *lines]))

@@ -186,7 +186,7 @@ def placed(progress: Progress, thread: int) -> Progress:
     """
     if os.environ.get(SWITCH) == "0":
         return progress
-    above, modules, line = _stack(thread)
+    above, modules, line = stack_of(current_frames().get(thread))
     kind, doing, call = "waits", "", ""
     last = next((module for module, _ in above if module != "torch._ops"), "")
     if "waits for" in progress.place and any(module.startswith("join") for module, _ in above):
@@ -224,15 +224,17 @@ def current_frames() -> dict[int, FrameType]:
             gc.enable()
 
 
-def _stack(thread: int) -> tuple[list[tuple[str, str]], list[str], str]:
+def stack_of(frame: FrameType | None) -> tuple[list[tuple[str, str]], list[str], str]:
     """Return where a thread is.
+
+    Args:
+        frame: Its innermost frame.
 
     Returns:
         The module and function of each frame above the innermost frame of the user's code, the innermost first. The
         modules of all frames. The line of the user's code. If this line is in an installed package, the line of the
         user's own code that called the package follows.
     """
-    frame = current_frames().get(thread)
     above, modules = list[tuple[str, str]](), list[str]()
     lines: dict[bool, str] = {}  # by whether it is in an installed package
     while frame is not None:

@@ -37,7 +37,7 @@ from functools import partial
 from weakref import WeakSet
 
 from join.collectives import Collective
-from join.collectives._torch_private import Aside
+from join.collectives._torch_private import THREADS, Aside
 from join.collectives.board import Board, Note, Progress
 from join.collectives.timeouts import TIMEOUTS
 from join.failure.wait import Wait
@@ -76,6 +76,7 @@ class Watched:
         news: Result of the last look at the board.
         failed: Whether the board cannot be reached any more.
         aborted_for: The news that made the watch abort operations of this rank on a device; ``None`` without any.
+        own: The last note of this rank.
     """
 
     number: int
@@ -88,13 +89,11 @@ class Watched:
     aborted_for: News | None = None
     is_open: bool = True
     posted: Progress = field(default_factory=Progress)
-    own: Note | None = None  # the last note of this rank
-    is_posted: bool = True  # whether the board has it
+    own: Note | None = None
     wanted: int = 0  # the number of looks that were requested
     looked: int = 0  # the number of these that were made
     is_rung: bool = False
     is_done: bool = False  # for the thread: whether the other ranks can read that this rank has left the block
-    has_reported: bool = False  # a process that has ended, in a note
     lost_since: float = float("inf")  # the time at which the watch saw that another rank has failed
 
     @property
@@ -121,20 +120,17 @@ class Watch:
     def __init__(self, open_board: Callable[[], Board]) -> None:
         self.board = open_board()
         """The board that it reads."""
-        self._older: Board | None = None  # that other ranks may still read in this block
+        self._older = list[Board]()  # that other ranks may still read in this block
         self.block = Watched(0, Wait(1), is_open=False, is_done=True)
         """The open block, or the last one."""
-        self._threads = list[threading.Thread]()  # the last one reads the board; an older one waits for a store
-        self._postings = list[Aside]()
+        self._thread: threading.Thread | None = None  # which reads the board; another one may still wait for a store
         self.is_fork = False
         """Whether this process was forked from the rank, which has the thread and the connections."""
-        self._is_asleep = self._exits = False
-        self._make_locks()
-        _watches.add(self)
-
-    def _make_locks(self) -> None:
+        self._others = set(range(self.board.world_size)) - {self.board.rank}  # in a fork, none
+        self._is_asleep = False
         self._changed = threading.Condition()
         self._telling = threading.Lock()  # held while progress is written to a board in memory
+        _watches.add(self)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -148,28 +144,31 @@ class Watch:
         if self.block.is_open or self.is_fork:
             return
         number = self.block.number + 1
-        self._older, self.board.block = None, number
+        self._older, self.board.block = [], number
         wait = Wait(self.board.world_size)
         self.block = Watched(number, wait, progress, abort, on_fork)  # at last, for an exception in these lines
-        if self.board.world_size > 1:
+        if self._others:
             with self._changed:
                 self._wake()
 
     def use(self, board: Board) -> None:
-        """Read this board from now on, in a new thread: the connection to a store may take seconds."""
+        """Read this board from now on, if its class differs from the current one.
+
+        A new thread reads it, since the connection to the store of the current one may take seconds.
+        """
+        if not self._others or type(board) is type(self.board):
+            return
         board.block = self.block.number
-        self._older, self.board = self.board, board
-        self.block.is_posted = self.block.own is None
-        if not self.is_fork:
-            with self._changed:
-                self._start()
+        self._older, self.board = [self.board], board
+        with self._changed:
+            self._start()
 
     def end(self) -> None:
         """Stop watching, and tell the other ranks that this one has left the block."""
         block, board = self.block, self.board
         block.is_open = False
         block.progress, block.abort, block.on_fork = Progress, bool, bool  # they refer to the process group
-        if self.is_fork:
+        if not self._others:
             return
         if board.outlives:  # the thread is not woken up, because that would take as long as a short block
             with self._telling:
@@ -188,8 +187,8 @@ class Watch:
             ring: Whether to ask the other ranks for their progress.
         """
         block = self.block
-        if self.is_fork:
-            return False
+        if not self._others:
+            return not self.is_fork
         with self._changed:
             block.is_rung |= ring
             block.wanted += 1
@@ -201,59 +200,55 @@ class Watch:
 
     def post(self, note: Note, seconds: float) -> None:
         """Post a note, and try to wait until the other ranks can read it even if this process ends."""
-        deadline, block = time.monotonic() + seconds, self.block
-        block.own, block.is_posted = note, False
-        if self.board.outlives or block.failed:  # even if there is no thread
-            with suppress(Exception):
-                Aside(partial(self.board.post, note, block.number), or_here=True).wait(timedelta(seconds=seconds))
-        others = set(range(self.board.world_size)) - {self.board.rank}
-        while self.refresh(max(deadline - time.monotonic(), 0.0)) and not self.board.outlives:
+        if not self._others:
+            return
+        deadline, block, boards = time.monotonic() + seconds, self.block, [self.board, *self._older]
+        block.own = note
+        posting, *_ = [Aside(partial(board.post, note, block.number), or_here=True) for board in boards]
+        with suppress(Exception):
+            posting.wait(timedelta(seconds=seconds))
+        while not self.board.outlives and self.refresh(max(deadline - time.monotonic(), 0.0)):
             heard = {rank for rank, progress in block.news.progress.items() if progress.heard}
             gone = {note.rank for note in block.news.notes} | set(block.news.ended)
-            if others <= heard | gone or time.monotonic() > deadline:
+            if self._others <= heard | gone or time.monotonic() > deadline:
                 return
             time.sleep(0.02)
 
     def exit(self) -> None:
-        """End the threads before the interpreter shuts down, when the answer of a store would abort the process."""
+        """Let the thread end, because the interpreter shuts down."""
         with self._changed:
-            self._exits = True
+            self._thread = None
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(TIMEOUTS.note)
-        for posting in self._postings:
-            with suppress(Exception):
-                posting.wait(timedelta(seconds=TIMEOUTS.note))
 
     def become_fork(self) -> None:
         """Do nothing from now on, since this process is a fork of the rank; a process without other ranks goes on."""
-        self.is_fork = self.board.world_size > 1
-        self._make_locks()  # another thread may have held them
-        if self.is_fork and self.block.is_open:
-            self.block.on_fork()
+        if self._others:
+            self.is_fork, self._others = True, set()
+            if self.block.is_open:
+                self.block.on_fork()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         """Start the thread, or wake it up if it sleeps between blocks; the caller holds the condition."""
-        if not (self._threads and self._threads[-1].is_alive()):
+        if self._thread is None or not self._thread.is_alive():
             self._start()
         elif self._is_asleep or not self.board.outlives:
             self._changed.notify_all()
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name=f"join watch of rank {self.board.rank}", daemon=True)
-        self._threads = [*self._threads[-1:], thread]
+        name = f"{THREADS}watch of rank {self.board.rank}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError as error:  # no thread can be had: failures show when collectives break
             if not self.block.failed:
                 _logger.warning("rank %d cannot watch the other ranks: %s", self.board.rank, error)
-            self._threads, self.block.failed = [], True
+            self._thread, self.block.failed = None, True
 
     def _is_needed(self) -> bool:
         """Return whether the thread that calls this should continue."""
-        return not self._exits and self._threads[-1:] == [threading.current_thread()]
+        return self._thread is threading.current_thread()
 
     def _run(self) -> None:
         while self._is_needed():
@@ -263,7 +258,7 @@ class Watch:
                 self._is_asleep = False
                 if self.block.is_done:  # nothing is written at exit, since the board may have failed
                     if self._is_needed():
-                        self._threads = []
+                        self._thread = None
                     return
                 block = self.block
             try:
@@ -277,29 +272,22 @@ class Watch:
 
     def _go_without_board(self, block: Watched, error: Exception) -> None:
         _logger.info("rank %d cannot read the messages of other ranks: %r", self.board.rank, error)
-        if not self._is_needed():
-            return
         with self._changed:
+            if not self._is_needed():
+                return
             block.failed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not (block.is_open and self._is_needed()), TIMEOUTS.abort)
-        if block.is_open and self._is_needed() and self.board.of_ranks:
+            is_over = self._changed.wait_for(lambda: not (block.is_open and self._is_needed()), TIMEOUTS.abort)
+        if not is_over and self.board.of_ranks:
             self._abort_for(block, News())
-        while block.is_open and self._is_needed():
-            time.sleep(TIMEOUTS.look)
 
     def _look_until_the_end(self, block: Watched) -> None:
         is_posting, beat = False, 0
         board = self.board
         while block.is_open and self._is_needed():
             with self._changed:
-                note, is_posted, block.is_posted = block.own, block.is_posted, True
                 wanted, rings = block.wanted, block.is_rung
-            if note is not None and not is_posted:
-                board.post(note, block.number)
-                for other in {self.board, self._older or board} - {board}:
-                    self._postings.append(Aside(partial(other.post, note, block.number)))
-            elif rings and not is_posting:
+            if rings and not is_posting:
                 board.ring()
             ended = board.ended()  # is read before the notes, which an ended rank has then posted
             is_posting = is_posting or bool(ended) or board.is_rung()
@@ -332,9 +320,9 @@ class Watch:
         block.lost_since = min(block.lost_since, time.monotonic())
         if block.is_lost:
             self._abort_for(block, news)
-            if not news.notes and not block.has_reported:  # some ranks may not see that a process has ended
-                block.has_reported = True
-                self.board.post(Note(self.board.rank, news.ended[0], "", text_of_gone(news.ended)), block.number)
+            if not news.notes and block.own is None:  # some ranks may not see that a process has ended
+                block.own = Note(self.board.rank, news.ended[0], "", text_of_gone(news.ended))
+                self.board.post(block.own, block.number)
 
     def _abort_for(self, block: Watched, news: News) -> None:
         if block.abort():

@@ -201,7 +201,7 @@ class Channel:
         self.messages.line = self.collective.line()
         self.sums = self.collective.line(SUMS)
         """Line for sums between the collectives of a burst: one of these, if the ranks have no line beside them."""
-        self.guard.use(self.collective.board())
+        self.guard.watch.use(self.collective.board())
         self.guard.doing = ""
 
     def close(self, scope: Scope) -> None:

@@ -220,6 +220,15 @@ def test_a_store_that_one_rank_cannot_reach() -> None:
         run_threads(RANKS, lambda thread: rank_main(store, thread.rank))
 
 
+def test_operations_of_a_companion_of_threads_do_not_mix() -> None:
+    def rank_main(collective: Collective) -> None:
+        tensors = [(collective, torch.ones(1)), (collective.companion(), torch.ones(2))]
+        works = [each.all_reduce(tensor) for each, tensor in (tensors if collective.rank else tensors[::-1])]
+        assert all(work.wait() for work in works) and [tensor.tolist() for _, tensor in tensors] == [[2.0], [2.0, 2.0]]
+
+    run_threads(2, rank_main, timeout=5.0)
+
+
 def test_threads_tell_mismatched_collectives() -> None:
     def rank_main(collective: ThreadCollective) -> Any:
         tensor = torch.zeros(2)

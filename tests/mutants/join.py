@@ -853,8 +853,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/watch.py",
-        "if block.is_open and self._is_needed() and self.board.of_ranks:",
-        "if block.is_open and self._is_needed():",
+        "if not is_over and self.board.of_ranks:",
+        "if not is_over:",
         "tests/join/failure/test_watch.py::test_a_store_that_another_group_keeps_may_go",
     ),
     Mutant(
@@ -901,9 +901,51 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/watch.py",
-        "                self.board.post(Note(self.board.rank, news.ended[0]",
-        "                str(Note(self.board.rank, news.ended[0]",
+        "                self.board.post(block.own, block.number)\n",
+        "",
         "tests/join/failure/test_watch.py::test_a_rank_that_says_no_more_is_gone_for_all",
+    ),
+    Mutant(
+        "join/failure/watch.py",
+        "if not news.notes and block.own is None:",
+        "if not news.notes:",
+        "tests/join/failure/test_watch.py::test_a_rank_that_has_failed_reports_no_other_one",
+    ),
+    Mutant(
+        "join/failure/watch.py",
+        "or_here=True) for board in boards]",
+        "or_here=True) for board in boards[:1]]",
+        "tests/join/failure/test_watch.py::test_at_exit_it_waits_for_what_it_posts",
+    ),
+    Mutant(
+        "join/failure/watch.py",
+        "if not self._others or type(board) is type(self.board):",
+        "if not self._others:",
+        "tests/join/failure/test_once_a_group.py::test_nothing_stays_of_blocks",
+    ),
+    Mutant(
+        "join/failure/watch.py",
+        "            self._thread = None\n            self._changed.notify_all()\n",
+        "            self._thread = None\n",
+        "tests/join/failure/test_watch.py::test_at_exit_no_thread_reads_a_store",
+    ),
+    Mutant(
+        "join/collectives/_torch_private.py",
+        "            thread.join(max(0.0, deadline - time.monotonic()))\n",
+        "            pass\n",
+        "tests/join/failure/test_watch.py::test_at_exit_it_waits_for_what_it_posts",
+    ),
+    Mutant(
+        "join/collectives/_torch_private.py",
+        'self._thread.name = "given up"',
+        "pass",
+        "tests/join/failure/test_watch.py::test_at_exit_it_does_not_wait_for_what_was_given_up",
+    ),
+    Mutant(
+        "join/collectives/threads.py",
+        "ThreadCollective(self._world, self._number + 1)",
+        "ThreadCollective(self._world, self._number)",
+        "tests/conformance/test_collective.py::test_operations_of_a_companion_of_threads_do_not_mix",
     ),
     Mutant(
         "join/failure/watch.py",
@@ -919,8 +961,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/guard.py",
-        "            self.watch.post(Note(self._rank, cause, kind, text), TIMEOUTS.note)\n        return error",
-        "            pass\n        return error",
+        "self.watch.post(Note(self._rank, cause, first[0].kind, text), TIMEOUTS.note)\n        return error",
+        "pass\n        return error",
         "tests/join/failure/test_watch.py::test_a_cause_is_passed_on",
     ),
     # -- transports ----------------------------------------------------------------------------------------------------
@@ -1155,8 +1197,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/guard.py",
-        "            if not reached:\n",
-        "            if False:\n",
+        "if news.notes or gone or not reached:",
+        "if news.notes or gone:",
         "tests/join/failure/test_peers.py::test_a_store_that_is_gone_is_told_at_once",
     ),
     Mutant(

@@ -224,7 +224,7 @@ PLACES: list[tuple[list[tuple[str, str]], str, str]] = [
 
 @pytest.mark.parametrize(("above", "kind", "doing"), PLACES)
 def test_a_place(above: list[tuple[str, str]], kind: str, doing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait, "_stack", lambda thread: (above, [module for module, _ in above], "train.py:3"))
+    monkeypatch.setattr(wait, "stack_of", lambda frame: (above, [module for module, _ in above], "train.py:3"))
     place = wait.placed(Progress(), 0)
     assert (place.kind, place.place.endswith(f"{doing} (train.py:3)")) == (kind, True)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from join import PeerError
 from join.collectives import SingleCollective
+from join.collectives._torch_private import Aside, wait_for_threads
 from join.collectives.board import Board, Note, Progress, StoreBoard
 from join.failure.guard import Guard
 from join.failure.watch import Watch
@@ -116,6 +117,17 @@ def test_a_rank_that_says_no_more_is_gone_for_all(store: dist.TCPStore) -> None:
     )
     for watch, _ in (second, third):
         watch.end()
+
+
+def test_a_rank_that_has_failed_reports_no_other_one(store: dist.TCPStore) -> None:
+    """Its own note says why, and a note of another rank that is gone would replace it."""
+    own = Note(1, 1, "ValueError", "rank 1 failed")
+    watch, aborted = start(store, 1)
+    watch.post(own, 0.0)
+    beat(store, 0, done=False)
+    assert aborted.wait(SECONDS) and watch.refresh(SECONDS) and watch.block.news.ended == [0]
+    assert board(store, 2).notes() == [own]
+    watch.end()
 
 
 def test_a_rank_that_ends_at_once_is_gone(store: dist.TCPStore) -> None:
@@ -260,12 +272,36 @@ def test_at_exit_it_waits_for_what_it_posts(store: dist.TCPStore, monkeypatch: p
     watch, posted = start(store, 0)[0], threading.Event()
     older = watch.board
     monkeypatch.setattr(older, "post", lambda *_: time.sleep(1.0) or posted.set())
-    watch.use(board(store, 0))
+    watch.use(Memory(0, 3, store))
     watch.post(Note(0, 0, "ValueError", "rank 0 failed"), 0.0)
-    assert watch.refresh(SECONDS)
     watch.exit()
+    wait_for_threads()
     assert posted.is_set()
     watch.end()
+
+
+def test_at_exit_no_thread_reads_a_store(store: dist.TCPStore) -> None:
+    before = threading.enumerate()
+    watches = [start(store, 0)[0], start(store, 1)[0]]
+    watches[1].end()  # its thread sleeps
+    assert len(threads_since(before)) == 2
+    for watch in watches:
+        watch.exit()
+    wait_for_threads()
+    assert not threads_since(before)
+
+
+def test_at_exit_it_does_not_wait_for_what_was_given_up() -> None:
+    """Gloo may wait without a limit for a rank that is gone."""
+    answers, began = threading.Event(), time.monotonic()
+    call = Aside(answers.wait)
+    with pytest.raises(RuntimeError, match="timed out after 0 s"):
+        call.wait(timedelta())
+    with using(note=4 * SECONDS):
+        wait_for_threads()
+    assert not call.is_completed() and time.monotonic() - began < 3 * SECONDS
+    answers.set()
+    assert call.wait()
 
 
 def test_a_note_is_posted_at_once(store: dist.TCPStore) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ ReduceOp: TypeAlias = Literal["sum", "min", "max"]
 V = TypeVar("V")
 
 _WORD_BITS = 63  # of an int64 without its sign
+_SIZE = struct.Struct("<q")  # of an object, in bytes
+_ROOM = 4096 - _SIZE.size  # bytes of a broadcast object in its first message; only a larger one needs a second message
 
 
 @dataclass
@@ -171,10 +174,12 @@ class Collective(ABC):
             ValueError: If ``source`` is not a rank.
         """
         data = _packed(value, plain) if self.rank == source else bytearray()
-        size = torch.tensor([len(data)], device="cpu")
-        self.finish(self.broadcast(size, source))  # checks the source
-        data.extend(bytes(int(size) - len(data)))
-        self.finish(self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source))
+        first = bytearray(_SIZE.pack(len(data)) + data[:_ROOM].ljust(_ROOM))
+        self.finish(self.broadcast(torch.frombuffer(first, dtype=torch.uint8), source))  # checks the source
+        (size,) = _SIZE.unpack_from(first)
+        if rest := data[_ROOM:] or bytearray(max(size - _ROOM, 0)):
+            self.finish(self.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source))
+        data = (first[_SIZE.size :] + rest)[:size]
         return self._unpacked({source: data}, value, plain)[0]
 
     @final

@@ -216,9 +216,10 @@ class Watch:
 
     def exit(self) -> None:
         """Let the thread end, because the interpreter shuts down."""
-        with self._changed:
-            self._thread = None
-            self._changed.notify_all()
+        if self._others:  # a fork has no thread, and another one may have held the lock
+            with self._changed:
+                self._thread = None
+                self._changed.notify_all()
 
     def become_fork(self) -> None:
         """Do nothing from now on, since this process is a fork of the rank; a process without other ranks goes on."""

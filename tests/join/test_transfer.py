@@ -138,7 +138,7 @@ def copied(reason: str) -> Callable[[ThreadCollective], list[Any]]:
         ]
         counting = Counting(collective)
         copy_state(collective, parts, 1)
-        assert len(counting.sizes) == 3  # two for the trees
+        assert len(counting.sizes) == 2  # one for the trees
         assert received[0]["weight"] is fitting or rank == 1
         return received
 

@@ -46,6 +46,7 @@ KINDS = {
     "J777": ["JoinError"],
     "J870": ["AttributeError"],
     "J891": ["UserWarning"],
+    "J892": ["UserWarning"],
 }
 """Classes of the errors whose texts are not written where the error is raised."""
 TITLES = {

@@ -24,7 +24,7 @@ Sharded parameters change on dummies too, because the other ranks change their s
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -43,9 +43,10 @@ from join.protocol.channel import Channel
 from join.transfer import broadcast_tree, why_unlike
 from joinables._torch import reducer
 from joinables.attributes import kept_attributes
-from joinables.modules import ModuleHook, Uncopied, hides_tensors, synchronised_norms, zero_of
+from joinables.modules import ModuleHook, Uncopied, hides_tensors, zero_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Norms = Mapping[str, torch.nn.SyncBatchNorm]
 
 
 class DummyForward:
@@ -58,17 +59,18 @@ class DummyForward:
         module: The module.
         channel: The block's channel.
         not_whole: The names of the parameters that are not own tensors.
+        norms: The layers that compute with the samples of all ranks. Samples that replace an empty dummy would count
+            there. The layers' buffers stay equal on all ranks, as they change on dummies too.
         compares: Whether own tensors may differ between ranks. They are copied when a loop ends if they were equal when
             it began. If ``False``, the engine or the user takes care of buffers, and frozen parameters are copied if a
             dummy changed them.
     """
 
-    def __init__(self, module: torch.nn.Module, channel: Channel, not_whole: Set[str], *, compares: bool) -> None:
+    def __init__(
+        self, module: torch.nn.Module, channel: Channel, not_whole: Set[str], norms: Norms, *, compares: bool
+    ) -> None:
         self._module, self._channel, self._compares = module, channel, compares
-        self._not_whole = not_whole
-        # Layers that compute with the samples of all ranks. Samples that replace an empty dummy would count there. The
-        # layers' buffers stay equal on all ranks, as they change on dummies too.
-        self._norms = synchronised_norms(module)
+        self._not_whole, self._norms = not_whole, norms
         self._calls: list[Arguments] = []  # the calls of the last step with data in the current loop, in order
         self._step, self._number = PLAIN, 0  # the step of the last call, and the number of its calls so far
         self._has_any = False  # whether there were own tensors in the last forward on a dummy
@@ -254,10 +256,11 @@ class InnerForward(DummyForward, Uncopied):
         module: The module.
         channel: The block's channel.
         not_whole: The names of the parameters that are not own tensors.
+        norms: As for :class:`DummyForward`.
     """
 
-    def __init__(self, module: torch.nn.Module, channel: Channel, not_whole: Set[str]) -> None:
-        super().__init__(module, channel, not_whole, compares=False)
+    def __init__(self, module: torch.nn.Module, channel: Channel, not_whole: Set[str], norms: Norms) -> None:
+        super().__init__(module, channel, not_whole, norms, compares=False)
         self.original = module.forward
         self._refuses_empty = False  # whether the module cannot take an empty batch
         self._taken = set[int]()  # the numbers of calls in a step that took one, so that nothing has to be undone

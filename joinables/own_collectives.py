@@ -75,7 +75,7 @@ class ShardedModule(Announcing):
         parts = cast("Iterator[tuple[str, torch.nn.Module]]", self._module.named_modules())
         sharded = [(name, part) for name, part in parts if _is_sharded_itself(part)]
         not_whole = {name for prefix, part in sharded for name, _ in part.named_parameters(prefix)}
-        self._dummy_forward = DummyForward(self._module, join.channel, not_whole, compares=True)
+        self._dummy_forward = DummyForward(self._module, join.channel, not_whole, self._norms, compares=True)
         hooks = self._check, self._before, self._after, self._reach_all
         check, before, after, reach = [cast("Any", ModuleHook(hook)) for hook in hooks]
         inside = [part for _, part in sharded if part is not self._module]

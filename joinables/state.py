@@ -40,7 +40,7 @@ from join.held import PLAIN, Part, why_unfit
 from join.transfer import Exchange, Packed, Unfit, broadcast_tensors, numbered, pack, unpack, why_unlike
 from joinables._torch import autograd
 from joinables._torch.reducer import parameters_of_each_rank
-from joinables.adapter import Silent
+from joinables.adapter import Adapter, Silent
 from joinables.attributes import parts_of_module, parts_of_optimizer
 from joinables.sample import sampled
 
@@ -48,26 +48,29 @@ STEPS_IN_LOOPS = "number of steps made on gradients in loops over join.iterate"
 """Name of a value that is equal on all ranks: a rank that has skipped a backward has stepped without gradients."""
 
 
-class OptimizerState(Silent):
-    """Adapter that copies an optimizer's state in place, when the block ends, to the ranks that ran out of data early.
-
-    Args:
-        target: The optimizer.
-    """
+class Steps(Adapter):
+    """Base class of the adapters of optimizers: checks and counts of steps, and values that are equal on all ranks."""
 
     _target: torch.optim.Optimizer
 
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        self.own_steps = self._steps_in_loops = 0  # outside loops over join.iterate, and in such loops
+        self._steps_in_loops, self._rates = 0, array("d")
+        self.own_rates = self._rates
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
         modules = [target for target in targets if isinstance(target, DistributedDataParallel)]
         self._ignored = {id(parameter) for module in modules for parameter in parameters_of_each_rank(module)}
         """The ids of parameters that a listed DDP module ignores, so that each rank has its own."""
         self._handles = [self._target.register_step_pre_hook(self._before_step)]
-        self._rates: array[float] = array("d")
-        self.own_rates = self._rates
+
+    @override
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        return group_values(self._target.param_groups, on_cpu=True)
+
+    @override
+    def equal_values(self) -> Mapping[str, Any]:
+        return {**group_values(self._target.param_groups), STEPS_IN_LOOPS: self._steps_in_loops}
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Check and count a step."""
@@ -82,7 +85,6 @@ class OptimizerState(Silent):
         if step.in_loop and (channel.scaling.is_due or not step.ends_window):
             channel.scaling.refuse_step(self, step)
         if not step.in_loop:
-            self.own_steps += 1
             self._rates.append(rate_of(self._target.param_groups))
             return
         for group in self._target.param_groups:
@@ -91,6 +93,16 @@ class OptimizerState(Silent):
                     self._steps_in_loops += 1
                     return
 
+
+class OptimizerState(Steps, Silent):
+    """Adapter that copies an optimizer's state in place, when the block ends, to the ranks that ran out of data early.
+
+    Args:
+        target: The optimizer.
+    """
+
+    own_steps = property(lambda self: len(self._rates))  # pyright: ignore[reportAssignmentType]
+
     # -- comparing ----------------------------------------------------------------------------------------------------
 
     @override
@@ -98,13 +110,8 @@ class OptimizerState(Silent):
         return parts_of_optimizer(self._target, self.join_name, parameters_of(self._target))
 
     @override
-    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        return group_values(self._target.param_groups, on_cpu=True)
-
-    @override
     def equal_values(self) -> Mapping[str, Any]:
-        values = group_values(self._target.param_groups)
-        values[STEPS_IN_LOOPS] = self._steps_in_loops
+        values = dict(super().equal_values())
         counts: dict[torch.device, dict[str, torch.Tensor]] = {}  # by the device, and the name of the value
         for index, state in self._states(parameters_of(self._target)).items():
             name, count = f"step count of parameter {index}", state.get("step") if hasattr(state, "get") else None
@@ -231,7 +238,7 @@ class State(Loaded):
         state: Any = {}
         with suppress(Exception):  # the copy says why it has no state
             state = self._target.state_dict()
-        values = {text_of(path): leaf for path, leaf in leaves_of(state) if type(leaf) in PLAIN}
+        values = {path: leaf for path, _, leaf in leaves_of(state) if type(leaf) in PLAIN}
         tensors = sampled(self._tensors(state, self._shapes_of_buffers())[1], "state")
         return Part(self.join_name, values, None), Part(self.join_name, tensors, None, is_required=True)
 
@@ -260,9 +267,9 @@ class State(Loaded):
     def _tensors(state: Any, shapes: Mapping[Any, torch.Size]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the tensors that match buffers by name and shape, which each rank has for itself, and the others."""
         matching, others = list[torch.Tensor](), list[torch.Tensor]()
-        for path, leaf in leaves_of(state):
+        for _, name, leaf in leaves_of(state):
             if isinstance(leaf, torch.Tensor):
-                is_own = not why_unlike(leaf) and shapes.get(path[-1] if path else None) == leaf.shape
+                is_own = not why_unlike(leaf) and shapes.get(name) == leaf.shape
                 (matching if is_own else others).append(leaf)
         return matching, others
 
@@ -351,19 +358,17 @@ def shapes_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
     return {f"shape of buffer {name}": list(buffer.shape) for name, buffer in buffers.items()}
 
 
-def leaves_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the leaves of nested dicts, lists, tuples and deques, each with its path; faster than torch's function."""
+def leaves_of(tree: Any, path: str = "", last: Any = None) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the leaves of nested dicts, lists, tuples and deques, as ``(path, last key of the path, leaf)``.
+
+    A path is a text, as ``['betas'][0]``. This is faster than torch's function.
+    """
     if isinstance(tree, (dict, list, tuple, deque)):
         keyed = cast("dict[Any, Any]", tree).items() if isinstance(tree, dict) else enumerate(cast("list[Any]", tree))
         for key, each in keyed:
-            yield from leaves_of(each, (*path, key))
+            yield from leaves_of(each, f"{path}[{key!r}]", key)
     else:
-        yield path, tree
-
-
-def text_of(path: Sequence[Any]) -> str:
-    """Return the path of a leaf as a text, as in ``['betas'][0]``."""
-    return "".join(f"[{key!r}]" for key in path)
+        yield path, last, tree
 
 
 def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
@@ -374,13 +379,13 @@ def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
         on_cpu: Whether to skip tensors on other devices, for which the host would wait.
     """
     values: dict[str, Any] = {}
-    for path, leaf in leaves_of(tree):
+    for path, _, leaf in leaves_of(tree):
         is_read = isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and (leaf.is_cpu or not on_cpu)
         value = leaf.item() if is_read else leaf
         if type(value) not in PLAIN and isinstance(value, Real) and not isinstance(value, Integral):
             value = float(cast("float", value))  # a number of numpy
         if value is not None and (type(value) in PLAIN or isinstance(value, (Integral, complex, str))):
-            values[text_of(path)] = value
+            values[path] = value
     return values
 
 

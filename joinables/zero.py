@@ -27,22 +27,21 @@ scale. So a step is an error if the block lists a GradScaler, except in a loop o
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Join, Joinable, JoinError
+from join import Join, JoinError
 from join.collectives._torch_private import pytree
 from join.transfer import Exchange
 from joinables._torch import reducer
 from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.adapter import Announcing
 from joinables.sample import Sample
-from joinables.state import STEPS_IN_LOOPS, group_values, parameters_of, rate_of, without_params
+from joinables.state import Steps, group_values, parameters_of, without_params
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -50,7 +49,7 @@ else:
     ZeroRedundancyOptimizer = zero_redundancy_optimizer()
 
 
-class ZeroStep(Announcing):
+class ZeroStep(Steps, Announcing):
     """Adapter that shadows the steps of a ``ZeroRedundancyOptimizer``.
 
     ``Join`` makes one if you list such an optimizer.
@@ -87,9 +86,6 @@ class ZeroStep(Announcing):
         super().attach(join)
         self.is_pending = False
         self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step in this block
-        self._steps_in_loops = 0  # with a gradient, in loops over join.iterate
-        self._rates: array[float] = array("d")
-        self.own_rates = self._rates
         self._group_count = len(self._zero.param_groups)
         listed = [member.joinable.join_target for member in join.channel.roster.listed]
         self._is_scaled = any(isinstance(target, torch.amp.GradScaler) and target.is_enabled() for target in listed)
@@ -99,18 +95,7 @@ class ZeroStep(Announcing):
         compares = [] if self._transform_gradients is not None else modules  # a change may be random, such as noise
         reduced = {id(parameter) for ddp in compares for parameter in reducer.parameters(ddp)}
         self._sample = Sample(parameters_of(self._zero), reduced)
-        self._handles = [
-            self._zero.register_step_pre_hook(self._before_step),
-            local.register_step_post_hook(self._after_local_step),
-        ]
-
-    @override
-    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
-        return group_values(self._zero.param_groups, on_cpu=True)
-
-    @override
-    def equal_values(self) -> Mapping[str, Any]:
-        return {**group_values(self._zero.param_groups), STEPS_IN_LOOPS: self._steps_in_loops}
+        self._handles.append(local.register_step_post_hook(self._after_local_step))
 
     @override
     def exchange(self, source: int) -> Exchange:
@@ -123,13 +108,13 @@ class ZeroStep(Announcing):
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
+    @override
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._shadowing:
+            return
+        super()._before_step(optimizer, args, kwargs)
         # A closure announces bursts inside the local step, so the announcement of the step follows afterwards.
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        scaling, step = self._channel.scaling, self._channel.place.step
-        if step.in_loop and (scaling.is_due or not step.ends_window):
-            scaling.refuse_step(self, step)
-        if not self._shadowing and not has_closure:
+        if not (len(args) > 1 or kwargs.get("closure") is not None):
             self._announce()
 
     def _after_local_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -138,11 +123,6 @@ class ZeroStep(Announcing):
         if not self.is_pending:
             self._announce()
         self.is_pending = False
-        if self._channel.place.step.in_loop:  # a rank that skipped a backward on a dummy may have received its result
-            groups = self._zero.param_groups
-            self._steps_in_loops += any(each.grad is not None for group in groups for each in group["params"])
-        else:
-            self._rates.append(rate_of(self._zero.param_groups))
         self._share_hyperparameters(active=True)
 
     def _announce(self) -> None:

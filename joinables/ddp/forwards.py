@@ -87,7 +87,8 @@ class Arrivals:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
+        """Handles of the hooks; none before the first forward in a block."""
         finalize(ddp, self._remove).atexit = False  # a new module around the same parameters may share the nodes
         hook: Any = partial(self._arrive)  # of all nodes; its function can be replaced
         self._hook = hook
@@ -103,12 +104,11 @@ class Arrivals:
         """The last backward in which a gradient arrived at a parameter."""
 
     def watch(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Register the hooks; called before the first forward of a block."""
-        if not self._handles:
-            self._handles = [node.register_prehook(self._hook) for node in accumulators(parameters)]
+        """Register the hooks; called before the first forward in a block."""
+        self.handles = [node.register_prehook(self._hook) for node in accumulators(parameters)]
 
     def _remove(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
 
     def _arrive(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None] | None:
@@ -169,14 +169,13 @@ class Forwards:
         self._channel, self._on_forward, self._on_backward = channel, on_forward, on_backward
         self._param_sync = ddp.require_forward_param_sync
         reducer.suppress_buffer_sync(ddp)
-        self.inner = InnerForward(inner, channel, cast("set[str]", ddp.parameters_to_ignore))
+        self.inner = InnerForward(inner, channel, cast("set[str]", ddp.parameters_to_ignore), self.norms)
         """The forward of the module inside, and its tensors that dummies leave unchanged."""
         self._direct_call_hook = inner.register_forward_pre_hook(ModuleHook(self._before_inner))
         # The user's hooks run between these two.
         before = ddp.register_forward_pre_hook(ModuleHook(self._before), prepend=True, with_kwargs=True)
         after = ddp.register_forward_hook(ModuleHook(self._after))
         self._handles = self.inner.handles = list[Any]([before, after, self._direct_call_hook])
-        self._is_watched = False
         self.arrivals.begin, self.arrivals.task = self._arrive_first, -1
         return self._handles
 
@@ -225,9 +224,8 @@ class Forwards:
             reducer.suppress_buffer_sync(self._ddp)
             self._buffers.notice_new_shapes()
         if torch.is_grad_enabled():
-            if not self._is_watched:  # a rank without data needs no hooks
+            if not self.arrivals.handles:  # a rank without data needs no hooks
                 self.arrivals.watch(self._parameters)
-                self._is_watched = True
             self.arrivals.arm()
             self._on_forward()
         if watches:

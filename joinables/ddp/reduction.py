@@ -31,9 +31,11 @@ from ``backward()`` to ``step()``::
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
+from math import isnan
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -215,6 +217,13 @@ class GradientSync(DDPBurst):
         """Notice a step on gradients that no reduction has included, and return a sample of the parameters."""
         memory, sample = self._memory, sampled(self._parameters)
         if memory.window.sample not in (None, sample):
+            if memory.window.was_outside and memory.own is None and not any(map(isnan, sample.values())):
+                warnings.warn(
+                    f"The loop stepped on gradients of {self.join_name} that DistributedDataParallel has not reduced,"
+                    " although the backward was outside of no_sync: the forward decides. Run the forward outside, too."
+                    " If each rank is to step on its own gradients, run both under no_sync. [J892]",
+                    stacklevel=2,
+                )
             memory.own = sample
         return sample
 
@@ -326,6 +335,7 @@ class GradientSync(DDPBurst):
                 window.sample = sampled(self._parameters)
             if mean.times != 1.0 and window.backwards == 1:
                 window.kept = LastResult.copy_of(self._parameters)
+            window.was_outside |= bool(self._ddp.require_backward_grad_sync)
             call.at_end.append(partial(self._remember_writes, window))
             return
         if not backward.is_armed:  # a second backward, whose gradients DDP itself would not reduce

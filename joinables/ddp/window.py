@@ -91,6 +91,7 @@ class Window:
         with_dummies: Whether a rank had no data in one of the backwards in such a loop.
         writes: The writes to each gradient by the end of the last backward; empty before it.
         kept: The last result, as the gradients contained it before the first backward.
+        was_outside: Whether a backward in it ran outside of ``no_sync``, although its forward ran under it.
         sample: The sample of the parameters at the window's first backward in the current block, if this was in plain
             code; otherwise ``None``. Once it has changed, this rank has stepped on gradients of its own.
     """
@@ -103,6 +104,7 @@ class Window:
     with_dummies: bool = False
     writes: Writes = field(default_factory=Writes)
     kept: LastResult = field(default_factory=LastResult)
+    was_outside: bool = False
     sample: Mapping[str, float] | None = None
 
     def was_zeroed(self, parameters: Sequence[torch.nn.Parameter]) -> bool:

@@ -32,6 +32,18 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
+        "window.was_outside |= bool(self._ddp.require_backward_grad_sync)",
+        "pass",
+        "tests/joinables/ddp/test_backwards.py::test_steps_on_gradients_whose_forward_was_under_no_sync",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
+        "if memory.window.was_outside and memory.own is None and",
+        "if memory.own is None and",
+        "tests/joinables/ddp/test_backwards.py::test_steps_on_gradients_whose_forward_was_under_no_sync",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
         "            channel.end_left_loop()  # not later",
         "            pass  # not later",
         "tests/joinables/ddp/test_buffers.py::test_a_loop_that_was_left_ends_before_the_next_forward",
@@ -299,8 +311,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/zero.py",
-        "if not self._shadowing and not has_closure:",
-        "if not self._shadowing:",
+        'if not (len(args) > 1 or kwargs.get("closure") is not None):',
+        "if True:",
         "tests/joinables/test_zero.py::test_zero_step_with_closure",
     ),
     Mutant(
@@ -511,8 +523,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/state.py",
-        "        if not step.in_loop:\n            self.own_steps += 1",
-        "        if True:\n            self.own_steps += 1",
+        "        if not step.in_loop:\n            self._rates",
+        "        if True:\n            self._rates",
         "tests/joinables/test_state_at_end.py::test_a_step_without_gradients_does_not_count",
     ),
     Mutant(

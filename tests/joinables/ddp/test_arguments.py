@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from join import Join
+from joinables._torch.objects import zero_redundancy_optimizer
 from tests.ending import Ending
 from tests.harness import Pool, all_or_each
 from tests.training import TOLERANCE, assert_same, batch, build, flat_state, learn_graph, mesh_of
@@ -184,10 +185,12 @@ def test_the_page_names_it(name: str) -> None:
     assert ("[J536]" in row[2]) != (name in EXACT)
 
 
-def steps_in_its_hook(rank: int, way: str, scales: bool) -> Any:
+def steps_in_its_hook(rank: int, way: str, scales: bool, shards: bool = False) -> Any:
     """Gradients are views of the only bucket, which holds their mean when the hook steps."""
     ddp = DistributedDataParallel(build("mlp"), gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    if shards:
+        optimizer = zero_redundancy_optimizer()(ddp.parameters(), torch.optim.SGD, lr=0.1)
     group: Any = ddp.process_group
 
     def reduce(bucket: Any) -> Any:
@@ -209,3 +212,5 @@ def test_a_listed_optimizer_that_steps_inside_the_backward(ending: Ending) -> No
     for way in WAYS:
         for text in ending.run(steps_in_its_hook, way, False):
             assert "[J537]" in text
+    for text in ending.run(steps_in_its_hook, "plain", False, True):
+        assert "ZeroRedundancyOptimizer stepped inside a backward" in text

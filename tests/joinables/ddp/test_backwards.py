@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from contextlib import nullcontext
 from itertools import product
 from typing import Any, NamedTuple
@@ -261,3 +262,30 @@ def tries_again(rank: int, raises: bool) -> list[torch.Tensor]:
 
 def test_a_backward_under_no_sync_after_a_forward_that_raised(pool: Pool) -> None:
     torch.testing.assert_close(pool.run(tries_again, True, ranks=2), pool.run(tries_again, False, ranks=2))
+
+
+def forwards_under_no_sync(rank: int, own: str, counts: tuple[int, ...]) -> list[str]:
+    """Step on gradients that DDP never reduces, or accumulate them for one that it does; return the warnings."""
+    ddp = DistributedDataParallel(build(Case("own")))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught, Join([ddp, optimizer], divide_by_initial_world_size=False):
+        warnings.simplefilter("always")
+        for step in range(counts[rank]):
+            reduces = own == "accumulates" and step % 2
+            with nullcontext() if reduces else ddp.no_sync():
+                loss = ddp(batch(rank, 0, step)[0].double()).square().mean()
+                if own == "backward, too":
+                    loss.backward()
+            if own != "backward, too":
+                loss.backward()
+            if reduces or own != "accumulates":
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("own", ["forward", "backward, too", "accumulates"])
+def test_steps_on_gradients_whose_forward_was_under_no_sync(pool: Pool, own: str) -> None:
+    found = pool.run(forwards_under_no_sync, own, (4, 2, 0), ranks=3)
+    assert [len(each) for each in found] == ([1, 1, 0] if own == "forward" else [0, 0, 0])
+    assert all("the forward decides" in text for each in found for text in each)

@@ -277,7 +277,7 @@ class Loop(Lockstep, Iterable[T]):
         channel, options = self.channel, self._options
         self.begin()
         length = length_of(self.ahead.loader)
-        have_lengths = channel.meet("entered join.iterate", options.to_compare(), vote=length is not None)
+        have_lengths = channel.check_same("entered join.iterate", options.to_compare(), vote=length is not None)
         channel.messages.resize(loop=bits_of(options, channel.collective.world_size))
         if have_lengths and length is not None:
             lengths = channel.messages.gather_numbers(length)
@@ -299,7 +299,7 @@ class Loop(Lockstep, Iterable[T]):
     def _read_all(self) -> int:
         """Read all batches; return the size of the single window: the largest number of batches on a rank."""
         self.ahead.read(sys.maxsize)
-        self.channel.meet("has read all its batches")
+        self.channel.check_same("has read all its batches")
         return max(*self.channel.messages.gather_numbers(len(self.ahead.held), "has read all its batches"), 1)
 
     def _reason_to_scale(self) -> str:

@@ -229,7 +229,7 @@ class ZeroStep(Announcing):
     @override
     def check_leavers(self) -> None:
         # A rank that left between the backward and this step was not sent the learning rate of the other ranks.
-        self._channel.meet("compares its state", values=[(self.join_name, group_values(self._stepped_by))])
+        self._channel.check_same("compares its state", values=[(self.join_name, group_values(self._stepped_by))])
 
 
 def _is_number(value: Any) -> bool:

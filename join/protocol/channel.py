@@ -391,11 +391,16 @@ class Channel:
         for follower in outstanding:
             self._run_main_hook(follower)
 
-    def meet(self, doing: str, parts: Sequence[str] = (), values: Values = (), *, vote: bool = False) -> bool:
-        """Wait between bursts until all ranks do the same, and check that their arguments and values are equal.
+    def meet(self, doing: str, *, vote: bool = False) -> bool:
+        """Wait between bursts until all ranks do the same, as :meth:`check_same` does when nothing is pending."""
+        self.prepare()
+        return self.check_same(doing, vote=vote)
+
+    def check_same(self, doing: str, parts: Sequence[str] = (), values: Values = (), *, vote: bool = False) -> bool:
+        """Check that all ranks do the same, with the same arguments and values, when nothing is pending.
 
         Args:
-            doing: The activity of this rank, as a predicate.
+            doing: What this rank does, as a predicate.
             parts: The arguments of this rank, as texts.
             values: The values of this rank that are equal on all ranks now.
             vote: The vote of this rank.
@@ -404,11 +409,9 @@ class Channel:
             Whether all ranks vote.
 
         Raises:
-            ProtocolError: If another rank does something else, or its arguments or values differ. All ranks raise it,
-                and the block has ended.
+            ProtocolError: If they do not. All ranks raise it, and the block has ended.
             PeerError, JoinTimeoutError: If another rank fails, or does not arrive within ``timeout``.
         """
-        self.prepare()
         try:
             answer = self.messages.check(self.messages.start(doing, parts, values, vote=vote))
         except ProtocolError as error:
@@ -630,7 +633,7 @@ class Lockstep(ABC):
         channel, source = self.channel, self.last_with_data.first_with_data
         channel.exit_loop(self)
         listed = channel.roster.listed
-        channel.meet("compares its state", values=values_of([each.joinable for each in listed]))
+        channel.check_same("compares its state", values=values_of([each.joinable for each in listed]))
         channel.synchronise_own(listed, source)
 
     # -- left by ``break`` --------------------------------------------------------------------------------------------

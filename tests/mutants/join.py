@@ -297,7 +297,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        '        channel.meet("compares its state", values=values_of([each.joinable for each in listed]))\n',
+        '        channel.check_same("compares its state", values=values_of([each.joinable for each in listed]))\n',
         "",
         "tests/join/loop/test_steps.py::test_values_are_compared_at_the_end_of_each_loop",
     ),

@@ -305,7 +305,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/zero.py",
-        'self._channel.meet("compares its state", values=[(self.join_name, group_values(self._stepped_by))])',
+        'self._channel.check_same("compares its state", values=[(self.join_name, group_values(self._stepped_by))])',
         "pass",
         "tests/joinables/test_zero.py::test_a_rank_that_leaves_before_a_step_that_others_make_at_another_rate",
     ),

@@ -23,16 +23,6 @@ from join.errors import wrong_kind, wrong_value
 from join.joinable import Joinable, JoinHook
 from join.registry import joinables_of
 
-OWN_KEYWORDS = (
-    "enable",
-    "throw_on_early_termination",
-    "timeout",
-    "process_group",
-    "loss_divided_by",
-    "own_attributes",
-    "divide_by_initial_world_size",
-)
-"""Keywords that ``Join`` uses itself instead of passing them to hooks."""
 _SAMPLES = "the number of samples or tokens in the batch"
 _NO_GROUP = " There is no process group yet: call torch.distributed.init_process_group first."
 _SCALARS = (bool, int, float, str, type(None))
@@ -242,12 +232,13 @@ def check_initialised(joinable: Any) -> None:
         )
 
 
-def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any]) -> None:
+def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
     """Check that a hook accepts each extra keyword of ``Join``. An unknown keyword is most likely a typo.
 
     Args:
         joinables: The listed joinables.
         kwargs: The keywords that ``Join`` does not use itself.
+        own: The names of those that it uses.
 
     Raises:
         TypeError: If no hook accepts a keyword.
@@ -266,7 +257,7 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any]) -> 
             raise TypeError(
                 f"{name}={value!r} is not a keyword of Join or of a listed object. Correct its name, or remove it from"
                 f" Join(...). The listed objects accept {', '.join(sorted(accepted))}."
-                f"{did_you_mean(name, [*accepted, *OWN_KEYWORDS])} [J018]"
+                f"{did_you_mean(name, [*accepted, *own])} [J018]"
             )
 
 
@@ -287,7 +278,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {matches[0]}?" if matches else ""
 
 
-def entered_with(joinables: Sequence[Joinable], arguments: Mapping[str, Any], divisor: int) -> list[str]:
+def entered_with(joinables: Sequence[Joinable], arguments: Mapping[str, Any]) -> list[str]:
     """Return the values that ranks compare on entering a block.
 
     These are the names of joinables in order, and ``Join``'s arguments.
@@ -295,8 +286,6 @@ def entered_with(joinables: Sequence[Joinable], arguments: Mapping[str, Any], di
     Args:
         joinables: The listed joinables.
         arguments: The arguments that have to be equal on all ranks. Only plain values are compared.
-        divisor: The value of ``loss_divided_by``.
     """
-    settings = {**arguments} if divisor == 1 else {**arguments, "loss_divided_by": divisor}
-    plain = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _SCALARS)]
+    plain = [f"{name}={value!r}" for name, value in sorted(arguments.items()) if isinstance(value, _SCALARS)]
     return [*(joinable.join_name for joinable in joinables), *plain]

@@ -42,10 +42,10 @@ import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import timedelta
 from functools import cached_property
-from operator import attrgetter
+from operator import sub
 from typing import Any, NamedTuple
 
 from join.agreement import Values, digest, digest_of, is_same, raise_difference
@@ -56,12 +56,12 @@ from join.collectives.timeouts import TIMEOUTS
 from join.collectives.version import VERSION
 from join.errors import JoinError, PeerError, add_note
 from join.failure.guard import ENTERS, FORK, Guard
-from join.generators import Generators
+from join.generators import digests_of_generators, exchange_of_generators, generators_apart
 from join.held import Held
 from join.joinable import Burst, Joinable, JoinConfig, values_of
 from join.loop import Loop
 from join.protocol.channel import Channel, Outcome
-from join.protocol.headers import Scope
+from join.protocol.headers import Scope, Tally
 from join.report import JoinReport, RankReport
 from join.transfer import Exchange, copy_state
 
@@ -70,11 +70,6 @@ channels: dict[int, Channel] = {}
 joins: dict[int, Any] = {}
 """Open ``Join`` objects in the order of entering, by the ``id`` of a joinable and of its target: a joinable must stay
 picklable."""
-
-
-def join_of(obj: Any) -> Any:
-    """Return the ``Join`` whose open block contains this joinable, or a joinable for this object; or ``None``."""
-    return joins.get(id(obj))
 
 
 def claim(join: Any, joinables: Sequence[Joinable], *, enable: bool, throw: bool) -> None:
@@ -136,10 +131,10 @@ def _would_block(outer: Collective, inner: Collective) -> bool:
     return outer is not inner and all(isinstance(g, TorchCollective) and g.world_size > 1 for g in (outer, inner))
 
 
-class _End(NamedTuple):
-    """Beginning of the row of a rank when all ranks are out of data.
+class _Ends(NamedTuple):
+    """Beginning of the rows of all ranks, when all are out of data: for each fact, the values of the ranks.
 
-    The next three are 0 if bursts were shadowed.
+    ``total_steps``, ``own_steps`` and ``values`` are 0 if bursts were shadowed.
 
     Attributes:
         last: Whether the rank was among the last that had data.
@@ -148,18 +143,22 @@ class _End(NamedTuple):
         values: A digest of the values that should be equal on all ranks.
         changes: A digest of other values that have changed since entering; of blocks around this one, too, if bursts
             were shadowed.
+        steps, shadowed: As in the report.
     """
 
-    last: bool
-    total_steps: int = 0
-    own_steps: int = 0
-    values: int = 0
-    changes: int = 0
+    last: Sequence[bool]
+    total_steps: Sequence[int]
+    own_steps: Sequence[int]
+    values: Sequence[int]
+    changes: Sequence[int]
+    steps: Sequence[int]
+    shadowed: Sequence[int]
 
 
-_ROW = "<?4q8I2q3d2q"
-"""Row of a rank: its :class:`_End`, and the parts below. Its number of learning rates differs from block to block."""
-_DIGESTS, _REPORT, _RATES = slice(5, 13), slice(13, 20), slice(20, None)
+_ROW = "<?6q3d2q8I"
+"""Row of a rank: the facts in :class:`_Ends`, and the parts below. The number of learning rates differs from block to
+block."""
+_REPORT, _ENTERED, _LEFT, _RATES = slice(5, 12), slice(12, 16), slice(16, 20), slice(20, None)
 
 
 class BlockAlone:
@@ -187,11 +186,11 @@ class BlockAlone:
     def notify(self, caller: Any) -> None:
         """Do nothing, since no other rank has to know of a burst."""
 
-    def end(self, error: BaseException | None, loop: Loop[Any] | None) -> Callable[[], JoinReport] | None:
-        """End the last loop; return a function that returns an empty report, or ``None`` after an error."""
+    def end(self, error: BaseException | None, loop: Loop[Any] | None) -> JoinReport | None:
+        """End the last loop; return an empty report, or ``None`` after an error."""
         if loop is not None:
             loop.close(error)
-        return JoinReport if error is None else None
+        return JoinReport() if error is None else None
 
     def tell(self, error: BaseException) -> None:
         """Do nothing, since no other rank waits."""
@@ -248,51 +247,50 @@ class OpenBlock:
         """
         channels[id(self._collective)] = self.channel
         self._meet_others(entered_with)
-        members = self.scope.members
-        claim(join, [member.joinable for member in members], enable=True, throw=self.scope.throw)
+        joinables = self.scope.joinables
+        claim(join, joinables, enable=True, throw=self.scope.throw)
 
         def is_of_interrupted_attach(kind: type[BaseException] | None, *_: object) -> bool:
             return kind is AttributeError and not self._is_entered
 
         self.undo.push(is_of_interrupted_attach)  # and suppressed
         try:
-            for member in members:
-                self.undo.callback(member.joinable.detach)
-                member.joinable.attach(join)
-            joinables = [member.joinable for member in members]
+            for joinable in joinables:
+                self.undo.callback(joinable.detach)
+                joinable.attach(join)
             self.scope.held = Held(
                 lambda: [part for joinable in joinables for part in joinable.held()],
                 self.scope.own_attributes,
                 self._collective,
             )
-            self._generators = Generators()
+            self._random = digests_of_generators()
         except BaseException as error:
             self._fail(error)
             raise
-        self._tally, self._loops = replace(self.channel.headers.tally), self.channel.loops
+        self._tally = replace(self.channel.headers.tally)
         self._started = time.monotonic()
         self._is_entered = True
 
     def _meet_others(self, entered_with: Sequence[str]) -> None:
         """End what a block around this one has begun, and compare with other ranks what this one enters with."""
         collective, channel, agreed = self._collective, self.channel, self._collective.kept.agreed
-        self._digest = digest("\n".join(entered_with))
+        own = digest("\n".join(entered_with))
         try:
             with profiled("enter"):
                 channel.begin_to_open(self.scope.timeout)
                 if not agreed and collective.world_size > 1:
                     channel.guard.watch.refresh(TIMEOUTS.note)  # the other ranks notice now if this process ends
                 scopes = (*channel.roster.scopes, self.scope) if collective.world_size > 1 else ()
-                listed = [member.joinable for scope in scopes for member in scope.members]
-                values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self.scope.members]
+                listed = [joinable for scope in scopes for joinable in scope.joinables]
+                values = [(each.join_name, each.before_entering(listed)) for each in self.scope.joinables]
                 message = channel.messages.start(ENTERS, [*entered_with, f"joinables {VERSION}"], values)
                 channel.open(self.scope)
-                if self._digest in agreed and len(channel.roster.scopes) == 1:
+                if own in agreed and len(channel.roster.scopes) == 1:
                     channel.headers.before_next = message
                 else:
                     channel.messages.check(message)
                 channel.messages.resize(header=channel.roster.code.bits)  # not before, for ranks outside the block
-                agreed.add(self._digest)
+                agreed.add(own)
         except RuntimeError as error:
             if not isinstance(error, JoinError) and (cause := channel.guard.explain(error)) is not None:
                 raise cause from error
@@ -330,7 +328,7 @@ class OpenBlock:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def end(self, error: BaseException | None, loop: Loop[Any] | None) -> Callable[[], JoinReport] | None:
+    def end(self, error: BaseException | None, loop: Loop[Any] | None) -> JoinReport | None:
         """Shadow the other ranks until all are out of data, then synchronise; called when the user's code has ended.
 
         Args:
@@ -338,7 +336,7 @@ class OpenBlock:
             loop: The last loop over ``Join.iterate`` in the block, if any.
 
         Returns:
-            A function that returns the report of all ranks; ``None`` after an error.
+            The report of all ranks; ``None`` after an error.
 
         Raises:
             PeerError, ProtocolError, JoinTimeoutError: If the block failed, here or on another rank.
@@ -377,71 +375,74 @@ class OpenBlock:
         if cause is not None:
             raise cause from (error.with_traceback(None) if is_ours else error)
 
-    def _finish(self, outcome: Outcome, out_of_data_at: float) -> Callable[[], JoinReport]:
+    def _finish(self, outcome: Outcome, out_of_data_at: float) -> JoinReport:
         """Gather the report and synchronise state; called when all ranks are out of data."""
         collective = self._collective
-        own_report = self._row(out_of_data_at)
-        joinables = [member.joinable for member in self.scope.members]
+        tally = Tally(*map(sub, astuple(self.channel.headers.tally), astuple(self._tally)))  # of this block
+        own_report = self._row(tally, out_of_data_at)
+        joinables = self.scope.joinables
         held, values, shadowed = self.scope.held, list[tuple[str, Mapping[str, Any]]](), outcome.shadowed
         if shadowed:
             changes = [scope.held.digest_of_changes(is_copied=True) for scope in self.channel.roster.scopes]
-            end = _End(outcome.last, changes=digest(repr(changes)))
+            own_end = outcome.last, 0, 0, 0, digest(repr(changes))
         else:
-            values, own_steps = values_of(joinables), [joinable.own_steps for joinable in joinables]
-            steps, changes = digest(repr(own_steps)), held.digest_of_changes()
-            end = _End(outcome.last, sum(own_steps), steps, digest_of(values), changes)
+            values, steps = values_of(joinables), [joinable.own_steps for joinable in joinables]
+            own_end = outcome.last, sum(steps), digest(repr(steps)), digest_of(values), held.digest_of_changes()
         stepping = {joinable.join_name: joinable.own_rates for joinable in joinables if joinable.own_rates is not None}
         last_rates = [number for rates in stepping.values() for number in (len(rates), (rates or [0.0])[-1])]
         row = struct.Struct(f"{_ROW}{len(last_rates)}d")
-        packed = row.pack(*end, *self._generators.digests(), *own_report, *last_rates)
+        packed = row.pack(*own_end, *own_report, *self._random, *digests_of_generators(), *last_rates)
         work = self.channel.messages.line.gather(packed)
         with profiled("compare"):
-            rows = [row.unpack(each) for each in self.channel.guard.wait(work, "has left its block", work.total)]
-        ends = [_End(*each[: len(_End._fields)]) for each in rows]
-        reports = [RankReport(rank, *each[_REPORT]) for rank, each in enumerate(rows)]
+            rows = self.channel.guard.wait(work, "has left its block", work.total)
+        columns = list(zip(*map(row.unpack, rows), strict=True))
+        ends = _Ends(*columns[: len(_Ends._fields)])
         outcome, keeps = self._compare(outcome, ends, values)
         warn: Callable[[], None] | None = None
         self._restore_limit()  # because a copy of all state may take longer than a burst
         source, exchanges = outcome.source, list[tuple[object, Exchange]]()
-        has_dummies = self.channel.loops > self._loops and any(report.shadowed for report in reports)
-        differ = len({end.changes for end in ends}) > 1
+        differ = len(set(ends.changes)) > 1
         if outcome.shadowed:
-            rates = _compare_rates(stepping, [each[_RATES] for each in rows], source, collective.rank)
-            exchanges = self._exchanges(source, rates)
+            exchanges.append(("rates", _compare_rates(stepping, columns[_RATES], source, collective.rank)))
+            for member in self.channel.roster.listed:  # of blocks around this one, too, whose bursts were shadowed
+                if (exchange := member.joinable.exchange(source)) is not None:
+                    exchanges.append((member, exchange))
             if differ or not shadowed:
                 exchanges += [("attributes", scope.held.exchange(source)) for scope in self.channel.roster.scopes]
         else:
             warn = held.compare() if differ else None
             self.channel.synchronise_own(self.scope.members, source)
-            source = min(reports, key=attrgetter("shadowed")).rank  # which ran the fewest dummies
-        digests = [each[_DIGESTS] for each in rows]
-        if kinds := Generators.apart(collective, digests, is_copied=outcome.shadowed or has_dummies):
-            exchange = Generators.exchange(kinds, is_source=collective.rank == source)
+            source = ends.shadowed.index(min(ends.shadowed))  # which ran the fewest dummies
+        has_shadowed = outcome.shadowed or (tally.loops > 0 and any(ends.shadowed))
+        if has_shadowed and (kinds := generators_apart(columns[_ENTERED], columns[_LEFT])):
+            exchange = exchange_of_generators(kinds, is_source=collective.rank == source)
             exchanges.append(("random generators", exchange))
         if exchanges:
             with profiled("copy"):
                 copy_state(collective, exchanges, source, self.channel.roster.devices, keeps=keeps)
         for member in self.scope.members:
             member.hook.post_hook(outcome.last)
-        counts_steps = self.channel.loops > self._loops and not (
-            outcome.shadowed or any(end.total_steps for end in ends)
-        )
+        counts_steps = tally.loops > 0 and not (outcome.shadowed or any(ends.total_steps))
         if warn is not None:
             warn()
-        return lambda: JoinReport(tuple(reports), outcome.even, counts_steps)
+        ranks = tuple(map(RankReport, range(len(rows)), *columns[_REPORT]))
+        return JoinReport(ranks, outcome.even, counts_steps)
 
-    def _row(self, out_of_data_at: float) -> tuple[float, ...]:
-        """Return this rank's row of the report, without the rank; ``out_of_data_at`` is on the monotonic clock."""
+    def _row(self, tally: Tally, out_of_data_at: float) -> tuple[float, ...]:
+        """Return this rank's row of the report, without the rank.
+
+        Args:
+            tally: The counts of this block.
+            out_of_data_at: The time on the monotonic clock.
+        """
         joined_at, ended_at = out_of_data_at - self._started, time.monotonic() - self._started
-        spent, announcing = self.channel.headers.tally.since(self._tally), self.scope.announcing
-        # Announced and shadowed bursts together are equally many on all ranks, so all choose the same member.
-        busiest = max(announcing, key=lambda member: member.steps + member.shadowed)
-        steps, shadowed = busiest.steps, busiest.shadowed
-        if self.channel.loops > self._loops:
-            steps, shadowed = spent.batches, spent.dummies
-        return steps, shadowed, joined_at, ended_at, spent.idle, spent.headers, spent.nbytes
+        steps, shadowed = tally.batches, tally.dummies
+        if not tally.loops:
+            # Announced and shadowed bursts together are equally many on all ranks, so all choose the same member.
+            steps, shadowed = max([(each.steps, each.shadowed) for each in self.scope.announcing], key=sum)
+        return steps, shadowed, joined_at, ended_at, tally.idle, tally.headers, tally.nbytes
 
-    def _compare(self, outcome: Outcome, ends: Sequence[_End], values: Values) -> tuple[Outcome, bool]:
+    def _compare(self, outcome: Outcome, ends: _Ends, values: Values) -> tuple[Outcome, bool]:
         """Return the outcome after a comparison of all ranks, and whether this rank may keep its own state.
 
         Ranks that are out of data at the same time may have made different steps of their own. They are uneven then.
@@ -450,24 +451,15 @@ class OpenBlock:
             ProtocolError: If ranks made the same steps and hold different values.
         """
         if outcome.shadowed:
-            return replace(outcome, source=next(rank for rank, end in enumerate(ends) if end.last)), outcome.last
-        if len({end.own_steps for end in ends}) > 1:  # steps that no rank announces, such as those under no_sync
+            return replace(outcome, source=ends.last.index(True)), outcome.last
+        if len(set(ends.own_steps)) > 1:  # steps that no rank announces, such as those under no_sync
             # Each rank has made steps of its own, and the state of only one rank is copied.
-            rank, source = self._collective.rank, max(range(len(ends)), key=lambda rank: ends[rank].total_steps)
-            last = ends[rank].own_steps == ends[source].own_steps
+            rank, source = self._collective.rank, ends.total_steps.index(max(ends.total_steps))
+            last = ends.own_steps[rank] == ends.own_steps[source]
             return Outcome(even=False, last=last, shadowed=True, source=source), source == rank
-        if len({end.values for end in ends}) > 1:
+        if len(set(ends.values)) > 1:
             raise_difference(dict(enumerate(self._collective.all_gather_object(values, plain=True))))
         return outcome, True
-
-    def _exchanges(self, source: int, rates: Exchange) -> list[tuple[object, Exchange]]:
-        """Return the parts of a copy of all state, with enclosing blocks, whose bursts were shadowed too."""
-        roster, exchanges = self.channel.roster, list[tuple[object, Exchange]]([("rates", rates)])
-        for member in roster.listed:
-            exchange = member.joinable.exchange(source)
-            if exchange is not None:
-                exchanges.append((member, exchange))
-        return exchanges
 
     def _restore_limit(self) -> None:
         if self._previous_limit is not None:
@@ -489,14 +481,14 @@ def _compare_rates(
 
     Args:
         rates: The learning rate in each step of this rank, by the name of the optimizer.
-        last: For each rank, the number of steps and the last rate of each optimizer.
+        last: For each optimizer, the number of steps of each rank, and its last rate.
         source: The rank that made the most steps.
         rank: This rank.
     """
     apart: dict[int, Values] = {}
     for index, (name, own) in enumerate(rates.items()) if rank == source else ():
-        for each, row in enumerate(last):
-            n, rate = int(row[2 * index]), row[2 * index + 1]
+        for each, (number, rate) in enumerate(zip(last[2 * index], last[2 * index + 1], strict=True)):
+            n = int(number)
             key = f"learning rate in step {n} of the block"
             if 0 < n <= len(own) and not is_same(key, rate, own[n - 1]):
                 apart = apart or {each: [(name, {key: rate})], source: [(name, {key: own[n - 1]})]}

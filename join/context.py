@@ -34,7 +34,7 @@ from join.arguments import (
     listed,
 )
 from join.batch import PLAIN, Step
-from join.block import BlockAlone, OpenBlock, channels, claim, join_of, joins, release, report_failed_entry
+from join.block import BlockAlone, OpenBlock, channels, claim, joins, release, report_failed_entry
 from join.collectives import Collective, SingleCollective, Sum, collective_of
 from join.errors import JoinError, explain, outside
 from join.failure.guard import FORK
@@ -140,7 +140,7 @@ class Join:
             self._timeout = checked_timeout(timeout)
             self._objects = listed(joinables, process_group)
             self._reset()
-            check_keywords(self._joinables, kwargs)
+            check_keywords(self._joinables, kwargs, Join.__init__.__annotations__)
             divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
             check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
             self._throw, self._kwargs = throw_on_early_termination, kwargs
@@ -159,7 +159,7 @@ class Join:
         self._joinables = expand(self._objects) or [nothing(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
         self._loop: Loop[Any] | None = None  # that began last
-        self._report: Callable[[], JoinReport] | None = None
+        self._report: JoinReport | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Join:
         """
         if self._report is None:
             raise JoinError("There is no report yet. Read it after a block that ended without an exception. [J051]")
-        return self._report()
+        return self._report
 
     @staticmethod
     def notify_join_context(joinable: Any) -> Sum[int] | None:
@@ -207,7 +207,7 @@ class Join:
                 ended because a rank failed.
             TypeError: If the constructor of the joinable did not call ``Joinable.__init__``.
         """
-        join: Join | None = join_of(joinable)
+        join: Join | None = joins.get(id(joinable))
         if join is not None:
             return join._block.notify(joinable) if join._block is not None else None
         check_initialised(joinable)
@@ -570,11 +570,7 @@ class Join:
             ProtocolError: On all ranks, if some ranks leave the loop early and others do not.
             PeerError: If a rank fails, in its loader or in the loop body.
         """
-        return self._iterate(
-            loader, Options(until, dummy, lookahead, weigh, window, bool(fill_window), resumable=bool(resumable))
-        )
-
-    def _iterate(self, loader: Iterable[T], options: Options) -> Batches[T]:
+        options = Options(until, dummy, lookahead, weigh, window, bool(fill_window), resumable=bool(resumable))
         block = self._block
         if block is None:
             raise outside("join.iterate was called", *_ITS_BLOCK)
@@ -586,9 +582,7 @@ class Join:
             options = replace(
                 options, until="all", lookahead=min(options.lookahead, 1), fill_window=False, throw=False, copies=copies
             )
-        loop = Loop(block.channel, loader, options)
-        loop.on_begin = partial(self._begin, block)
-        return Batches(loop, loader)
+        return Batches(Loop(block.channel, loader, options, partial(self._begin, block)), loader)
 
     def _begin(self, block: OpenBlock | BlockAlone, loop: Loop[Any]) -> None:
         """Make a loop, which begins now, the current one of its block."""
@@ -672,7 +666,7 @@ class Join:
     def _enter(self) -> None:
         self._reset()
         for joinable in self._joinables:
-            if join_of(joinable.join_target) is not None:
+            if id(joinable.join_target) in joins:
                 raise JoinError(f"{joinable.join_name} is inside another Join block. Leave that block first. [J059]")
         if not (self._enable and any(joinable.communicates for joinable in self._joinables)):
             self._block = BlockAlone(Scope([], self._throw, self._timeout, self._weight))
@@ -682,9 +676,11 @@ class Join:
         scope = Scope(members, self._throw, self._timeout, self._weight, self._own_attributes)
         self._block = OpenBlock(self._collective, scope)
         arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
+        if self._divisor != 1:
+            arguments["loss_divided_by"] = self._divisor
         if self._own_attributes:
             arguments["own_attributes"] = ", ".join(self._own_attributes)
-        self._block.enter(self, entered_with(self._joinables, arguments, self._divisor))
+        self._block.enter(self, entered_with(self._joinables, arguments))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

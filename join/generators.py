@@ -1,4 +1,4 @@
-"""Global random generators of a process: :func:`capture`, :func:`restore`, and :class:`Generators` of a block.
+"""Global random generators of a process: :func:`capture` and :func:`restore`, and what a block does with them.
 
 These are the generators of Python, torch, this process's accelerator, and numpy if the program uses numpy. Captured
 states are plain data and tensors, so that a checkpoint can contain them. Generators that a program has made itself are
@@ -18,23 +18,19 @@ when a block was entered are therefore equal when it is left. The digests travel
 from __future__ import annotations
 
 import ctypes
-import logging
 import random
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import compress
 from typing import Any
 from zlib import crc32
 
 import torch
 
-from join.collectives import Collective
 from join.transfer import Exchange
 
 KINDS = ("python", "torch", "accelerator", "numpy")
 _SIZE_OF_MT19937 = 4 * 625  # bytes: 624 numbers, and the position in them
-_logger = logging.getLogger("join")
 
 
 def used_accelerator() -> Any:
@@ -68,8 +64,8 @@ def restore(state: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
 
 
-def _digests() -> list[int]:
-    """Return a digest of each state, 0 for a generator that is not there. This takes 50 microseconds."""
+def digests_of_generators() -> list[int]:
+    """Return a digest of 32 bits of each state, 0 for a generator that is not there. This takes 50 microseconds."""
     version, numbers, gauss = random.getstate()
     found = [crc32(array("I", numbers), crc32(repr((version, gauss)).encode())), _crc_of(torch.get_rng_state()), 0, 0]
     if (module := used_accelerator()) is not None:
@@ -101,50 +97,21 @@ def _crc_of(state: torch.Tensor) -> int:
     return crc32(ctypes.string_at(state.data_ptr(), state.nbytes))  # a tensor has no buffer protocol of its own
 
 
-class Generators:
-    """Global random generators of this rank, as they were on entering a block."""
+def generators_apart(entered: Sequence[Sequence[int]], left: Sequence[Sequence[int]]) -> list[str]:
+    """Return the kinds of generators that were equal on entering a block, and are not any more.
 
-    def __init__(self) -> None:
-        self._before = _digests()
-
-    def digests(self) -> list[int]:
-        """Return the digests of 32 bits on entering, and those of now, to be sent to other ranks."""
-        return self._before + _digests()
-
-    @staticmethod
-    def apart(collective: Collective, rows: Sequence[Sequence[int]], *, is_copied: bool) -> list[str]:
-        """Return the kinds of generators that were equal on entering, and are not any more; none after an even block.
-
-        Args:
-            collective: The ranks.
-            rows: What :meth:`digests` returned on each rank.
-            is_copied: Whether a rank shadowed or ran a dummy, so that generators are copied.
-        """
-        are_alike = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
-        entered, left = set(compress(KINDS, are_alike)), set(compress(KINDS, are_alike[len(KINDS) :]))
-        kept, apart = collective.kept, sorted(entered - left)
-        if lost := sorted(kept.generators - entered):
-            _log_once(collective, lost, "between two Join blocks")
-        kept.generators = left | entered if is_copied else left
-        if apart and not is_copied:
-            _log_once(collective, apart, "in a Join block in which all ranks had data to the end")
-        return apart if is_copied else []
-
-    @staticmethod
-    def exchange(kinds: Sequence[str], *, is_source: bool) -> Exchange:
-        """Copy the generators of these kinds."""
-        inbox = yield {kind: state for kind, state in capture().items() if kind in kinds} if is_source else {}
-        states = inbox.fill(inbox.skeleton)
-        yield ""
-        if not is_source:
-            restore(states)
+    Args:
+        entered: For each kind, the digests of all ranks on entering.
+        left: The same on leaving.
+    """
+    rows = zip(KINDS, entered, left, strict=True)
+    return [kind for kind, before, after in rows if len(set(before)) == 1 < len(set(after))]
 
 
-def _log_once(collective: Collective, kinds: Sequence[str], where: str) -> None:
-    text = (
-        f"The random generators of {' and '.join(kinds)} were equal on all ranks, and drew different numbers {where}."
-        " Each rank keeps its own. If they have to be equal, seed them again, or draw alike on all ranks."
-    )
-    if collective.rank == 0 and where not in collective.kept.logged:
-        _logger.info(text)
-    collective.kept.logged.add(where)
+def exchange_of_generators(kinds: Sequence[str], *, is_source: bool) -> Exchange:
+    """Copy the generators of these kinds."""
+    inbox = yield {kind: state for kind, state in capture().items() if kind in kinds} if is_source else {}
+    states = inbox.fill(inbox.skeleton)
+    yield ""
+    if not is_source:
+        restore(states)

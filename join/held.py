@@ -40,6 +40,12 @@ PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 CONTAINERS = (list, tuple, set, frozenset, deque)
 LARGEST = 2**20  # bytes of a value, besides tensors
 _LARGEST_TENSOR = 2**14  # bytes of a tensor that is compared; of a larger one, its last row is
+UNFIT: Mapping[type, str] = {MethodType: "it holds a method"}
+"""Classes of objects that cannot be sent in state, with the reason."""
+_UNFIT_IN_ATTRIBUTES = {
+    **UNFIT,
+    torch.nn.Module: "it holds a module, of which another rank would get a copy beside its own",
+}
 _LEFT_OUT = "left out"
 _AT_END = 6  # stack level of the user's with statement
 _logger = logging.getLogger("join")
@@ -73,16 +79,6 @@ class Holder(NamedTuple):
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def why_unfit(obj: Any) -> str:
-    """Return the reason why an object in state cannot be sent; "" if it can."""
-    return "it holds a method" if isinstance(obj, MethodType) else ""
-
-
-def _why_unfit_in_attribute(obj: Any) -> str:
-    is_module = isinstance(obj, torch.nn.Module)
-    return "it holds a module, of which another rank would get a copy beside its own" if is_module else why_unfit(obj)
-
-
 def pack_attribute(value: Any, known: Sequence[torch.Tensor] = (), *, is_digested: bool = False) -> Packed:
     """Return the value of an attribute as bytes and tensors, as :func:`join.transfer.pack` does.
 
@@ -93,9 +89,8 @@ def pack_attribute(value: Any, known: Sequence[torch.Tensor] = (), *, is_digeste
         why = f"it takes more than {LARGEST >> 20} MiB"
         raise Unfit(why)
     try:
-        return pack(
-            _ordered(value) if is_digested else value, numbered(known), _why_unfit_in_attribute, is_digested=is_digested
-        )
+        value = _ordered(value) if is_digested else value
+        return pack(value, numbered(known), _UNFIT_IN_ATTRIBUTES, is_digested=is_digested)
     except Exception as error:  # of code of the user's
         raise Unfit(str(error) if isinstance(error, Unfit) else described(error)) from error
 
@@ -156,7 +151,7 @@ class Held:
 
     def __init__(self, parts: Callable[[], Iterable[Part]], own: Sequence[str], collective: Collective) -> None:
         self._parts, self._own, self._collective = parts, frozenset(own), collective
-        self._has_unread_tensors, self._copied = False, set[_Key]()
+        self._has_unread_tensors = False
         self._before = self._after = self._fingerprints()
 
     def _items(self) -> list[tuple[_Key, Part, Any]]:
@@ -168,8 +163,6 @@ class Held:
     def _fingerprints(self) -> dict[_Key, Any]:
         found: dict[_Key, Any] = {}
         for key, part, value in self._items():
-            if part.load is not None:
-                self._copied.add(key)
             try:
                 found[key] = value if type(value) in PLAIN else self._fingerprint(value, part)
             except Unfit as why:
@@ -209,7 +202,7 @@ class Held:
             return 0
         changed: list[tuple[_Key, str]] = []
         for key, value in self._after.items():
-            counts = key in self._copied if is_copied else ".".join(key) not in logged
+            counts = is_copied or ".".join(key) not in logged
             if counts and repr(before.get(key, ...)) != repr(value):
                 changed.append((key, repr(value)))
         return digest(repr(changed)) if changed else 0

@@ -95,16 +95,17 @@ class Loop(Lockstep, Iterable[T]):
         channel: The protocol of the block's process group.
         loader: The batches of this rank.
         options: The other arguments of ``Join.iterate``.
+        on_begin: Called when the loop begins, before anything is sent.
 
     Raises:
         ValueError: If the dummy batches would count in a listed module.
     """
 
-    on_begin: Callable[[Loop[Any]], None]
-    """Called when the loop begins, before anything is sent; set by the ``Join`` of the loop."""
     _rounds: Rounds  # set when the first batches are read
 
-    def __init__(self, channel: Channel, loader: Iterable[T], options: Options) -> None:
+    def __init__(
+        self, channel: Channel, loader: Iterable[T], options: Options, on_begin: Callable[[Loop[Any]], None]
+    ) -> None:
         mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
         if options.dummy == "last" and mixed:
             raise ValueError(
@@ -112,7 +113,7 @@ class Loop(Lockstep, Iterable[T]):
                 " without samples. [J074]"
             )
         super().__init__(channel)
-        self._options = options
+        self._options, self._on_begin = options, on_begin
         self.ahead = ReadAhead(loader, options.weigh, options.resumable)
         """Batches that were read and not yielded."""
         self._template: Any = None  # the batch that dummies are made of
@@ -271,8 +272,8 @@ class Loop(Lockstep, Iterable[T]):
 
     def _begin(self) -> None:
         """Begin the loop with all ranks. This reads no batch, so a script may still set the epoch of a sampler."""
-        self.on_begin(self)
-        del self.on_begin  # which refers to the Join, which refers to this loop
+        self._on_begin(self)
+        del self._on_begin  # which refers to the Join, which refers to this loop
         channel, options = self.channel, self._options
         self.begin()
         length = length_of(self.ahead.loader)

@@ -129,7 +129,7 @@ class _Packer(pickle.Pickler):
     """Pickler that puts tensors aside, and refers to known ones by their numbers."""
 
     known: Mapping[int, int]
-    why_unfit: Callable[[Any], str] | None
+    unfit: Mapping[type, str] | None
     aside: Container[int] | None
     tensors: list[torch.Tensor]
 
@@ -138,9 +138,10 @@ class _Packer(pickle.Pickler):
         if id(obj) in self.known:
             return _known, (self.known[id(obj)],)
         if not isinstance(obj, torch.Tensor):
-            if self.why_unfit is not None and (why := self.why_unfit(obj)):
-                raise Unfit(why)
-        elif (self.aside is None or id(obj) in self.aside) and (self.why_unfit or obj.layout is torch.strided):
+            for kind, why in (self.unfit or {}).items():
+                if isinstance(obj, kind):
+                    raise Unfit(why)
+        elif (self.aside is None or id(obj) in self.aside) and (self.unfit or obj.layout is torch.strided):
             self.tensors.append(obj)
             return _tensor, (len(self.tensors) - 1,)
         return NotImplemented
@@ -166,7 +167,7 @@ class _Unpacker(pickle.Unpickler):
 def pack(
     tree: Any,
     known: Mapping[int, int] | None = None,
-    why_unfit: Callable[[Any], str] | None = None,
+    unfit: Mapping[type, str] | None = None,
     *,
     is_digested: bool = False,
     aside: Container[int] | None = None,
@@ -176,8 +177,7 @@ def pack(
     Args:
         tree: Any picklable objects with tensors.
         known: The numbers of tensors that :func:`unpack` replaces by the tensors of its own rank, by their ``id``.
-        why_unfit: A function that returns the reason why an object in the tree cannot be sent, or "". With it, tensors
-            have to be plain.
+        unfit: The classes of objects that cannot be sent, with the reason. With it, tensors have to be plain.
         is_digested: Whether the bytes are for a digest.
         aside: The ``id`` of tensors that are put aside; by default all. Others are pickled whole: an object may compute
             with its tensors when it is unpickled, before those that are put aside have arrived.
@@ -187,10 +187,10 @@ def pack(
     """
     file = io.BytesIO()
     packer = _Packer(file, 5)
-    packer.known, packer.why_unfit, packer.aside, packer.tensors = known or {}, why_unfit, aside, []
+    packer.known, packer.unfit, packer.aside, packer.tensors = known or {}, unfit, aside, []
     packer.fast = is_digested  # so that the bytes do not depend on which values are one object
     packer.dump(tree)
-    if why_unfit is not None and (why := why_unlike(*packer.tensors)):
+    if unfit is not None and (why := why_unlike(*packer.tensors)):
         raise Unfit(why)
     return Packed(file.getvalue(), packer.tensors)
 
@@ -382,15 +382,15 @@ def copy_state(
         JoinError: On every rank, if a rank cannot copy the state of an object.
         RuntimeError: As for :func:`broadcast_tree`.
     """
-    parts = [part for _, part in exchanges]
-    inbox, move = _send(collective, [next(part) for part in parts], source, devices, keeps=keeps)
+    names, parts = zip(*exchanges, strict=True)
+    inbox, move = _send(collective, list(map(next, parts)), source, devices, keeps=keeps)
     trees, reasons = inbox.skeleton, list[str]()
     for part, inbox.skeleton in zip(parts, trees, strict=True):
         reasons.append(part.send(inbox))
     refusing = collective.line(SUMS).sum(int(any(reasons)), collective.world_size.bit_length())
     collective.finish(refusing)
     if refusing.total():
-        _raise_not_copied([name for name, _ in exchanges], collective.all_gather_object(reasons, plain=True))
+        _raise_not_copied(names, collective.all_gather_object(reasons, plain=True))
     move()
     for part in parts:
         next(part, None)

@@ -36,7 +36,7 @@ from join import Join, Joinable, JoinError
 from join.agreement import differences
 from join.collectives._torch_private import pytree
 from join.errors import described
-from join.held import PLAIN, Part, why_unfit
+from join.held import PLAIN, UNFIT, Part
 from join.transfer import Exchange, Packed, Unfit, broadcast_tensors, numbered, pack, unpack, why_unlike
 from joinables._torch import autograd
 from joinables._torch.reducer import parameters_of_each_rank
@@ -134,7 +134,7 @@ class OptimizerState(Steps, Silent):
         why_not, own = unlike_others(parameters), dict[Any, Packed]()
         try:
             known = numbered(parameters)
-            own = {key: pack(entry, known, why_unfit) for key, entry in entries.items()}
+            own = {key: pack(entry, known, UNFIT) for key, entry in entries.items()}
         except Exception as why:  # of code of the user's
             why_not = str(why) if isinstance(why, Unfit) else described(why)
         equal: Mapping[str, Any] = self.equal_values() if self._collective.rank == source else {}

@@ -62,7 +62,7 @@ from join.collectives.timeouts import TIMEOUTS
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.guard import ENTERS, Guard
 from join.joinable import Joinable, values_of
-from join.protocol.headers import FRESH, Header, Headers, Member, Roster, Scope, SentHeader
+from join.protocol.headers import Header, Headers, Member, Roster, Scope, SentHeader
 from join.protocol.messages import WORD, Messages
 from join.protocol.progress import LateUse, LoopProgress
 from join.scaling import Scaling
@@ -97,9 +97,9 @@ IN_LOOP = Phase.READING, Phase.RUNNING, Phase.LEFT
 
 @dataclass(eq=False)
 class Place:
-    """Position of this rank in a block. ``Channel.place`` is the place in the innermost block.
+    """Position of this rank in the innermost of the blocks that are open on a process group.
 
-    A block that is entered in the body of a loop is a part of this body, so it has the place of the block around it.
+    A block that is entered in the body of a loop is a part of this body.
 
     Attributes:
         phase: The activity of this rank.
@@ -153,8 +153,6 @@ class Channel:
         self.scaling = Scaling()
         self.place = Place()
         """The place of this rank in the innermost block."""
-        self.loops = 0
-        """The number of loops over ``Join.iterate`` that have begun on this channel."""
         self.moved = 0
         """The number of times that this rank has moved without a burst, as far as the user of the block knows."""
         self.late_use: LateUse | None = None
@@ -183,17 +181,12 @@ class Channel:
     def open(self, scope: Scope) -> None:
         """Add the members of a block that is entered; called once the message of entering has been sent.
 
-        Only then is the last header applied, as other ranks may do so after their next header.
-
         Args:
             scope: The members and settings of the block.
         """
-        if not self.headers.last.is_applied:
-            self.headers.apply(self.headers.last)
         self._set_roster(Roster((*self.roster.scopes, scope), self.collective.world_size))
         if not self.place.step.in_loop:
             self.scaling.unit = 1.0  # the last one may come from a small batch at the end of another block
-            self.place = Place(loop=self.place.loop)
 
     def agree(self) -> None:
         """Take the lines that carry messages, which the first call for a group sets up on all ranks."""
@@ -239,21 +232,20 @@ class Channel:
         headers, place = self.headers.tally.headers, self.place
         loop, phase = place.loop, place.phase
         reached = Progress(issued=self.moved) if loop is None else loop.progress.place()
-        announcer = self.headers.last.member
+        announcer, where = self.headers.last.member, ""
         doing = "has announced nothing" if announcer is None else f"announced {announcer.joinable.join_name}"
-        doing = f"{'is out of data' if phase is Phase.DRAINING else doing} (header {headers})"
-        where = ""
-        if phase is Phase.LEFT or (reached.left and phase is Phase.ENDING):
+        if phase is Phase.DRAINING:
+            steps = reached.step or max((each.steps for each in self.roster.announcing), default=0)
+            since = f" since step {steps}" if steps else ""
+            doing, where = "is out of data", f"out of data{since}, waits for the others at the end of the block"
+        elif phase is Phase.LEFT or (reached.left and phase is Phase.ENDING):
             where = f"left join.iterate in step {reached.step}"
         elif place.step.in_loop:
             where = f"in step {reached.step} of join.iterate" if reached.step else "begins join.iterate"
-        if self.guard.doing:
-            where = f"{self.guard.doing.partition(' with ')[0]}, waits for the others"
-        elif phase is Phase.DRAINING:
-            steps = reached.step or max((each.steps for each in self.roster.announcing), default=0)
-            since = f" since step {steps}" if steps else ""
-            where = f"out of data{since}, waits for the others at the end of the block"
-        return reached._replace(headers=headers, doing=self.guard.doing or doing, place=where)
+        doing = f"{doing} (header {headers})"
+        if waits := self.guard.doing:  # read once, since another thread calls this
+            doing, where = waits, f"{waits.partition(' with ')[0]}, waits for the others"
+        return reached._replace(headers=headers, doing=doing, place=where)
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
@@ -294,8 +286,8 @@ class Channel:
                 loop.wait_for_all(f"announced {joinable.join_name} in step {step.number} of join.iterate")
             headers.set_announced_by_all(index)
             return DONE
-        work = headers.send((), index)
-        if index != headers.last.expected or self.roster.throws:
+        work = headers.send(index)
+        if index != headers.last.expected:
             headers.confirm()  # first, since ranks that run the expected burst take part in nothing else
         elif index in self.roster.awaited:
             headers.read()
@@ -375,8 +367,8 @@ class Channel:
                 break
         if event and self._outstanding and not self.place.step.in_loop:  # the body of a loop may skip followers
             self._refuse_missing(event)
-        if not self.headers.last.is_applied:
-            self.headers.apply(self.headers.last)
+        if not self.headers.last.is_applied:  # in a step of a loop, it always is
+            self.headers.apply()
 
     def flush(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run pending bursts.
@@ -400,24 +392,31 @@ class Channel:
             self._run_main_hook(follower)
 
     def meet(self, doing: str, *, vote: bool = False) -> bool:
-        """Wait between bursts, outside of loops, until all ranks do the same.
+        """Wait between bursts until all ranks do the same, as :meth:`check_same` does when nothing is pending."""
+        self.prepare()
+        return self.check_same(doing, vote=vote)
+
+    def check_same(self, doing: str, parts: Sequence[str] = (), values: Values = (), *, vote: bool = False) -> bool:
+        """Check that all ranks do the same, with the same arguments and values, when nothing is pending.
 
         Args:
-            doing: The activity of this rank, as a predicate.
+            doing: What this rank does, as a predicate.
+            parts: The arguments of this rank, as texts.
+            values: The values of this rank that are equal on all ranks now.
             vote: The vote of this rank.
 
         Returns:
             Whether all ranks vote.
 
         Raises:
-            ProtocolError: If another rank does something else.
+            ProtocolError: If they do not. All ranks raise it, and the block has ended.
             PeerError, JoinTimeoutError: If another rank fails, or does not arrive within ``timeout``.
         """
-        self.prepare()
-        message = self.messages.start(doing, vote=vote)
-        if not self.headers.last.is_applied:  # not before, for ranks that apply it after their next header
-            self.headers.apply(self.headers.last)
-        return self.messages.check(message).votes == self.collective.world_size
+        try:
+            answer = self.messages.check(self.messages.start(doing, parts, values, vote=vote))
+        except ProtocolError as error:
+            self.guard.close_and_raise(error)
+        return answer.votes == self.collective.world_size
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 
@@ -449,10 +448,12 @@ class Channel:
         return outcome
 
     def _shadow_all(self) -> Outcome:
-        headers = self.headers
-        fresh = True
+        headers, fresh = self.headers, True
         while True:
-            header = headers.send_and_read([FRESH] if fresh else [])
+            started = time.monotonic()
+            headers.send(active=False, fresh=fresh)
+            header = headers.read()
+            headers.tally.idle += time.monotonic() - started
             if header.active == 0:
                 headers.last.is_applied = True
                 even = header.fresh == self.collective.world_size
@@ -466,7 +467,7 @@ class Channel:
     def _shadow(self, header: Header) -> None:
         """Run the bursts that a header announces, and their followers unless they have to wait; contribute nothing."""
         if header.diverged:
-            self.headers.raise_diverged(self.headers.last)
+            self.headers.raise_diverged()
         for index in header.announcements:
             member = self.roster.announcing[index]
             member.shadowed += 1
@@ -488,7 +489,6 @@ class Channel:
 
     def enter_loop(self, loop: Lockstep) -> None:
         """Enter a loop that begins on all ranks."""
-        self.loops += 1
         self.late_use = LateUse(self.collective.rank)
         self._outstanding = []
         self.headers.leader = 0  # all ranks have begun the loop
@@ -504,27 +504,6 @@ class Channel:
             self.late_use.end_loop(loop.step)
         self._outstanding = []  # in a loop, the body may skip followers
         self.place.phase, self.place.step = Phase.PLAIN, PLAIN
-
-    def check_same(self, doing: str, parts: Sequence[str] = (), values: Values = (), *, vote: bool = False) -> bool:
-        """Check that all ranks do the same, with the same arguments and values.
-
-        Args:
-            doing: What this rank does, as a predicate.
-            parts: The arguments of this rank, as texts.
-            values: The values of this rank that are equal on all ranks now.
-            vote: The vote of this rank.
-
-        Returns:
-            Whether all ranks vote.
-
-        Raises:
-            ProtocolError: If they do not. All ranks raise it, and the block has ended.
-        """
-        try:
-            answer = self.messages.check(self.messages.start(doing, parts, values, vote=vote))
-        except ProtocolError as error:
-            self.guard.close_and_raise(error)
-        return answer.votes == self.collective.world_size
 
     def synchronise_own(self, members: Sequence[Member], source: int) -> None:
         """Copy the state that each rank has for itself from one rank, after a loop or block that shadowed nothing.
@@ -581,7 +560,8 @@ class Lockstep(ABC):
         if channel.place.step.in_loop:
             raise JoinError(ONE_AT_A_TIME)
         channel.prepare(event="a loop over join.iterate began")
-        header = channel.headers.send_and_read([], active=True)
+        channel.headers.send()
+        header = channel.headers.read()
         if channel.roster.throws and header.active < collective.world_size:
             self._guard.raise_early_termination(exhausted=False)
         channel.prepare()  # first, since ranks that announce a burst have not left the block
@@ -593,7 +573,8 @@ class Lockstep(ABC):
                     " including ranks without batches. [J091]"
                 )
             )
-        self.progress = LoopProgress(collective, channel.loops + 1)
+        channel.headers.tally.loops += 1
+        self.progress = LoopProgress(collective, channel.headers.tally.loops)
         self.step, self.place = Step(in_loop=True, contributors=collective.world_size), channel.place
         channel.enter_loop(self)
 

@@ -41,12 +41,10 @@ left between these two headers has not received the messages of the burst, so it
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from operator import sub
 from typing import NoReturn
 
 import torch
@@ -162,6 +160,7 @@ class Scope:
         weight: The ``Join.weight`` of a plain block.
         own_attributes: The names of attributes that each rank has for itself.
         held: What the objects held when the block was entered.
+        joinables: The joinables of the members.
         announcing: The members that announce; set from ``members``.
     """
 
@@ -171,9 +170,11 @@ class Scope:
     weight: float | None = None
     own_attributes: Sequence[str] = ()
     held: Held = field(init=False)
+    joinables: Sequence[Joinable] = field(init=False)
     announcing: list[Member] = field(default_factory=list[Member], init=False)
 
     def __post_init__(self) -> None:
+        self.joinables = [member.joinable for member in self.members]
         for member in self.members:
             if not member.joinable.communicates:
                 continue
@@ -245,19 +246,17 @@ class Tally:
         headers: The number of headers that it has sent.
         nbytes: Their size in bytes.
         idle: The seconds that it waited for headers while it was joined.
-        batches: The number of steps of loops over ``Join.iterate`` that it has begun with a batch.
+        loops: The number of loops over ``Join.iterate`` that have begun.
+        batches: The number of steps of such loops that it has begun with a batch.
         dummies: The number of such steps on a dummy batch.
     """
 
     headers: int = 0
     nbytes: int = 0
     idle: float = 0.0
+    loops: int = 0
     batches: int = 0
     dummies: int = 0
-
-    def since(self, earlier: Tally) -> Tally:
-        """Return the difference to an earlier tally."""
-        return Tally(*map(sub, astuple(self), astuple(earlier)))
 
 
 @dataclass(slots=True)
@@ -271,7 +270,8 @@ class SentHeader:
         before: The header before this one; ``None`` without one.
         work: The sum over all ranks; ``None`` if all ranks know the header without a sum.
         member: The member whose burst this rank announced in it, if any.
-        expected: The index of the member whose burst all ranks expected in it, if any.
+        expected: The index of the member whose burst all ranks expected in it, and did not wait for it; ``None``
+            without one, and under ``throw_on_early_termination``.
         header: The summed header, once it is read.
         is_applied: Whether the header is applied, or needs no action.
         leader: The leader as of its burst, once the header is applied or ``Headers.find_leader`` has found it.
@@ -337,8 +337,7 @@ class Headers:
         self.last = SentHeader()
         self.before_next: Message | None = None
         """The message that compares what the ranks entered the block with; it is read before the next header."""
-        self._collective, self._guard = collective, guard
-        self._rank, self._world_size = collective.rank, collective.world_size
+        self._guard, self._rank, self._world_size = guard, collective.rank, collective.world_size
 
     def use(self, roster: Roster) -> None:
         """Replace the roster; called in the same place on all ranks."""
@@ -362,39 +361,21 @@ class Headers:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def send_and_read(self, fields: list[int], *, active: bool = False) -> Header:
-        """Send a header in which this rank announces no burst, and wait for the sum.
-
-        Args:
-            fields: The counters that this rank adds 1 to, besides ``ACTIVE`` and ``LEADER``.
-            active: Whether this rank counts as active.
-
-        Returns:
-            The summed header.
-        """
-        started = time.monotonic()
-        self.send(fields, active=active)
-        header = self._read(self.last)
-        if not active:
-            self.tally.idle += time.monotonic() - started
-        return header
-
-    def send(self, fields: Sequence[int] = (), index: int | None = None, *, active: bool = True) -> Sum[int]:
+    def send(self, index: int | None = None, *, active: bool = True, fresh: bool = False) -> Sum[int]:
         """Start the sum of a header.
 
         Args:
-            fields: The counters that this rank adds 1 to, besides ``ACTIVE`` and ``LEADER``.
             index: The index of the member whose burst this rank announces, if any.
             active: Whether this rank counts as active.
+            fresh: Whether the data of this rank have just ended.
 
         Returns:
             The sum, which may not be complete yet.
         """
         if self.before_next is not None:
             self.make_ready()
-        roster, code, number = self.roster, self.roster.code, 0
-        for field_index in fields:
-            number += code.ones[field_index]
+        roster, code = self.roster, self.roster.code
+        number = code.ones[FRESH] if fresh else 0
         if active:
             number += code.ones[ACTIVE] + (code.ones[LEADER] if self.leader == self._rank else 0)
         if index is not None:
@@ -405,6 +386,8 @@ class Headers:
                     number += code.ones[field_index]
         member = None if index is None else roster.announcing[index]
         before, expected = self.last.header if self.last.work else None, self.foresight.expected
+        if roster.throws:  # each header is awaited
+            expected = None
         self.last = SentHeader(before, None, member, expected, is_applied=False, leader=_UNKNOWN)
         if member is not None and index is not None:
             member.announced_in = self.last
@@ -430,31 +413,27 @@ class Headers:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def read(self) -> Header:
-        """Wait for the last header and return it, even if ranks diverged in it."""
-        last = self.last
-        return last.header or self._read(last)
-
-    def _read(self, sent: SentHeader) -> Header:
-        assert sent.work is not None
-        sent.header = self.roster.code.unpack(self._guard.wait(sent.work, then=sent.work.total))
-        if sent.header.elsewhere:
-            self.messages.raise_apart()
-        if sent.member is None:
-            for index in sent.header.announcements:
-                self.roster.announcing[index].announced_in = sent
-                if not self.roster.is_alone:
-                    self.foresight.saw(index)
+    def read(self, sent: SentHeader | None = None) -> Header:
+        """Wait for a header, by default the last one, and return it, even if ranks diverged in it."""
+        sent = sent or self.last
+        if sent.header is None:
+            assert sent.work is not None
+            sent.header = self.roster.code.unpack(self._guard.wait(sent.work, then=sent.work.total))
+            if sent.header.elsewhere:
+                self.messages.raise_apart()
+            if sent.member is None:
+                for index in sent.header.announcements:
+                    self.roster.announcing[index].announced_in = sent
+                    if not self.roster.is_alone:
+                        self.foresight.saw(index)
         return sent.header
 
-    def is_foreseen(self, index: int, sent: SentHeader) -> bool:
-        """Return whether all ranks expected this burst in a header, so that no rank that runs the burst awaits it.
+    def _before_foreseen(self, burst: Burst) -> Header | None:
+        """Return the header before the last one, if all ranks expected this burst in the last one, or ``None``.
 
-        Args:
-            index: The index of the member whose burst it is.
-            sent: The header.
+        No rank that runs a foreseen burst awaits its own header.
         """
-        return index == sent.expected and sent.before is not None and not self.roster.throws
+        return self.last.before if self.roster.index[id(burst)] == self.last.expected else None
 
     def active_for(self, burst: Burst) -> int:
         """Return the number of active ranks, as known to all ranks that run the burst of the last header.
@@ -465,10 +444,7 @@ class Headers:
         Args:
             burst: The burst of the last header.
         """
-        before = self.last.before
-        if before is not None and self.is_foreseen(self.roster.index[id(burst)], self.last):
-            return before.active
-        return self.read().active
+        return (self._before_foreseen(burst) or self.read()).active
 
     def leader_for(self, burst: Burst) -> int:
         """Return the leader as of the header that :meth:`active_for` reads for this burst.
@@ -479,7 +455,7 @@ class Headers:
         Args:
             burst: The burst of the last header, which tracks the leader.
         """
-        return self.leader if self.is_foreseen(self.roster.index[id(burst)], self.last) else self.find_leader()
+        return self.leader if self._before_foreseen(burst) else self.find_leader()
 
     def counts(self, burst: Burst) -> Sequence[int]:
         """Wait for the last header that announced this burst, and return its counts of the burst (``Header.counts``).
@@ -488,67 +464,58 @@ class Headers:
         """
         index = self.roster.index[id(burst)]
         sent = self.roster.announcing[index].announced_in
-        return (sent.header or self._read(sent)).counts[index]
+        return (sent.header or self.read(sent)).counts[index]
 
     def confirm(self) -> None:
-        """Wait for the last header and check that all active ranks announced the same burst, unless it was foreseen.
+        """Wait for the last header, which announces an unexpected burst, and check that all active ranks announced it.
 
         Raises:
             ProtocolError: If active ranks announced different bursts.
             EarlyTerminationError: If a rank is exhausted under ``throw_on_early_termination``.
         """
-        member = self.last.member
-        if member is not None and self.is_foreseen(self.roster.index[id(member.joinable)], self.last):
-            return
         header = self.read()
         if self.roster.throws and header.active < self._world_size:
             self._guard.raise_early_termination(exhausted=False)
         if header.diverged:
-            self.raise_diverged(self.last)
+            self.raise_diverged()
 
     # -- acting on a header -------------------------------------------------------------------------------------------
 
-    def apply(self, sent: SentHeader) -> None:
-        """Apply a header that is not applied yet.
-
-        Args:
-            sent: The header.
+    def apply(self) -> None:
+        """Apply the last header, which is not applied yet.
 
         Raises:
             ProtocolError: If active ranks announced different bursts in the header.
         """
-        header = sent.header or self._read(sent)
+        sent = self.last
+        header = sent.header or self.read()
         if header.diverged:
-            self.raise_diverged(sent)
+            self.raise_diverged()
         sent.is_applied = True
         if sent.before is not None and sent.before.active > header.active:
             for index in header.announcements:
-                if self.is_foreseen(index, sent):
+                if index == sent.expected:
                     self.roster.announcing[index].burst.check_leavers()
-        sent.leader = self.leader if header.leader_alive else self.find_leader(sent)
+        sent.leader = self.leader if header.leader_alive else self.find_leader()
 
-    def find_leader(self, sent: SentHeader | None = None) -> int:
-        """Return the leader as of the burst of a header: a new leader, if the old one was not among its ranks.
+    def find_leader(self) -> int:
+        """Return the leader as of the burst of the last header: a new one, if the old one was not among its ranks.
 
         A new leader is the lowest of the ranks that announced. All ranks call this in the same place, or none does
         before the header is applied.
-
-        Args:
-            sent: The header; by default the last one.
         """
-        sent = sent or self.last
+        sent = self.last
         if sent.leader == _UNKNOWN:
-            if self.roster.tracks_leader and not (sent.header or self._read(sent)).leader_alive:
+            if self.roster.tracks_leader and not self.read().leader_alive:
                 with profiled("find the leader"):
                     own = self._world_size if sent.member is None else self._rank
                     self.leader = min(self.messages.gather_numbers(own))
             sent.leader = self.leader
         return sent.leader
 
-    def raise_diverged(self, sent: SentHeader) -> NoReturn:
-        """Raise a :class:`ProtocolError` for a header in which active ranks announced different bursts."""
-        own, announcing, header = sent.member, self.roster.announcing, sent.header
-        assert header is not None
+    def raise_diverged(self) -> NoReturn:
+        """Raise a :class:`ProtocolError` for the last header, in which active ranks announced different bursts."""
+        own, announcing, header = self.last.member, self.roster.announcing, self.read()
         bursts = [f"{count} x {announcing[index].joinable.join_name}" for index, count in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())
         if looping:

@@ -29,7 +29,6 @@ UNREACHED = {
     "Roster.is_alone is True": "a block has two bursts here: test_channel.py",
     "Rounds._fits is False": "no round is that long here: tests/join/loop",
     "block._compare sends all_gather_object": "values that differ: tests/joinables",
-    "channel.meet sends start": "of the trainer: tests/joinables/trainer/test_collective.py",
     "Held._has_unread_tensors is True": "nothing has attributes here: tests/joinables/test_held.py",
     "held.compare sends all_gather_object": "nothing has attributes here: tests/joinables/test_held.py",
     "loop._read_all sends gather_numbers": "window='all': tests/join/loop",

@@ -414,7 +414,7 @@ class OpenBlock:
             self.channel.synchronise_own(self.scope.members, source)
             source = ends.shadowed.index(min(ends.shadowed))  # which ran the fewest dummies
         has_shadowed = outcome.shadowed or (tally.loops > 0 and any(ends.shadowed))
-        if has_shadowed and (kinds := generators_apart(columns[_ENTERED], columns[_LEFT])):
+        if kinds := generators_apart(collective, columns[_ENTERED], columns[_LEFT], is_copied=has_shadowed):
             exchange = exchange_of_generators(kinds, is_source=collective.rank == source)
             exchanges.append(("random generators", exchange))
         if exchanges:

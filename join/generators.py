@@ -18,6 +18,7 @@ when a block was entered are therefore equal when it is left. The digests travel
 from __future__ import annotations
 
 import ctypes
+import logging
 import random
 import sys
 from array import array
@@ -27,10 +28,12 @@ from zlib import crc32
 
 import torch
 
+from join.collectives import Collective
 from join.transfer import Exchange
 
 KINDS = ("python", "torch", "accelerator", "numpy")
 _SIZE_OF_MT19937 = 4 * 625  # bytes: 624 numbers, and the position in them
+_logger = logging.getLogger("join")
 
 
 def used_accelerator() -> Any:
@@ -97,15 +100,40 @@ def _crc_of(state: torch.Tensor) -> int:
     return crc32(ctypes.string_at(state.data_ptr(), state.nbytes))  # a tensor has no buffer protocol of its own
 
 
-def generators_apart(entered: Sequence[Sequence[int]], left: Sequence[Sequence[int]]) -> list[str]:
-    """Return the kinds of generators that were equal on entering a block, and are not any more.
+def generators_apart(
+    collective: Collective, entered: Sequence[Sequence[int]], left: Sequence[Sequence[int]], *, is_copied: bool
+) -> list[str]:
+    """Return the kinds of generators that were equal on entering a block, and are not any more; none after an even one.
+
+    Generators that drift apart and are not copied are logged once.
 
     Args:
+        collective: The ranks.
         entered: For each kind, the digests of all ranks on entering.
         left: The same on leaving.
+        is_copied: Whether a rank shadowed or ran a dummy, so that generators are copied.
     """
-    rows = zip(KINDS, entered, left, strict=True)
-    return [kind for kind, before, after in rows if len(set(before)) == 1 < len(set(after))]
+    rows = list(zip(KINDS, entered, left, strict=True))
+    before = {kind for kind, digests, _ in rows if len(set(digests)) == 1}
+    after = {kind for kind, _, digests in rows if len(set(digests)) == 1}
+    kept, apart = collective.kept, sorted(before - after)
+    _log_once(collective, sorted(kept.generators - before), "between two Join blocks")
+    kept.generators = before | after if is_copied else after
+    if is_copied:
+        return apart
+    _log_once(collective, apart, "in a Join block in which all ranks had data to the end")
+    return []
+
+
+def _log_once(collective: Collective, kinds: Sequence[str], where: str) -> None:
+    text = (
+        f"The random generators of {' and '.join(kinds)} were equal on all ranks, and drew different numbers {where}."
+        " Each rank keeps its own. If they have to be equal, seed them again, or draw alike on all ranks."
+    )
+    if kinds and where not in collective.kept.logged:
+        collective.kept.logged.add(where)
+        if collective.rank == 0:
+            _logger.info(text)
 
 
 def exchange_of_generators(kinds: Sequence[str], *, is_source: bool) -> Exchange:

@@ -57,6 +57,7 @@ class Kept:
         lanes: Lanes of the shared memory that are in use, by the number of their line.
         companion: The second collective of the group, if it has been made.
         store: The store that the ranks have made for their notes, if they needed one.
+        generators: The kinds of random generators that were equal on all ranks when the last block was left.
         logged: What has been said once about state in the blocks of this group.
     """
 
@@ -69,6 +70,7 @@ class Kept:
     lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
     companion: Any = None
     store: dist.Store | None = None
+    generators: set[str] = field(default_factory=set[str])
     logged: set[str] = field(default_factory=set[str])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 from typing import Any
 
 import pytest
@@ -92,6 +94,37 @@ def test_dropout_on_smaller_batches_in_an_even_block(pool: Pool) -> None:
     first, second = pool.run(train, (2, 2), "plain", "alike", "smaller", ranks=2)
     assert first[1][0] == second[1][0]  # of Python: one draw a step
     assert first[1][1] != second[1][1]
+
+
+def train_and_keep_the_log(rank: int, counts: tuple[int, ...], between: str) -> list[str]:
+    texts = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("join")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        train(rank, counts, "plain", "alike", between)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return [text for text in texts if "random generators" in text]
+
+
+@pytest.mark.parametrize(
+    ("counts", "between", "told"),
+    [
+        ((2, 2), "smaller", "of torch .* in a Join block in which all ranks had data"),
+        (UNEVEN, "validation", "of numpy and python and torch .* between two Join blocks"),
+    ],
+)
+def test_generators_that_drift_apart_are_logged_once(
+    pool: Pool, counts: tuple[int, ...], between: str, told: str
+) -> None:
+    first, *others = pool.run(train_and_keep_the_log, counts, between, ranks=len(counts))
+    assert len(first) == 1 and re.search(told, first[0])
+    assert not any(others)
 
 
 def test_every_draw_of_numpy_is_seen() -> None:

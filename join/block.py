@@ -141,8 +141,8 @@ class _Ends(NamedTuple):
         total_steps: The number of steps that it made by itself (``Joinable.own_steps``), over all joinables.
         own_steps: A digest of the numbers of these steps, by joinable.
         values: A digest of the values that should be equal on all ranks.
-        changes: A digest of other values that have changed since entering; of blocks around this one, too, if bursts
-            were shadowed.
+        changes: A digest of other values that have changed since entering. If bursts were shadowed, it includes those
+            of the blocks around this one.
         steps, shadowed: As in the report.
     """
 

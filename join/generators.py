@@ -1,4 +1,4 @@
-"""Global random generators of a process: :func:`capture` and :func:`restore`, and what a block does with them.
+"""Global random generators of a process: :func:`capture`, :func:`restore`, and their copies at the end of a block.
 
 These are the generators of Python, torch, this process's accelerator, and numpy if the program uses numpy. Captured
 states are plain data and tensors, so that a checkpoint can contain them. Generators that a program has made itself are

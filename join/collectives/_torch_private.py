@@ -286,7 +286,7 @@ THREADS = "join "
 
 @atexit.register
 def wait_for_threads() -> None:
-    """Wait until no thread of this package is in a call of C++ that was not given up, at most the time of a note.
+    """Wait for the threads of this package that call C++, at most for ``TIMEOUTS.note``.
 
     Before Python 3.14, a thread that returns from such a call while the interpreter shuts down aborts the process
     ("terminate called without an active exception").

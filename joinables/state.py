@@ -73,7 +73,7 @@ class Steps(Adapter):
         return {**group_values(self._target.param_groups), STEPS_IN_LOOPS: self._steps_in_loops}
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Check and count a step."""
+        """Check, announce and count a step."""
         channel, step = self._channel, self._channel.place.step
         is_scaled = step.in_loop and channel.scaling.in_use
         if channel.roster.backwards and not is_scaled and autograd.backward_under_way() != -1:
@@ -84,6 +84,8 @@ class Steps(Adapter):
             )
         if step.in_loop and (channel.scaling.is_due or not step.ends_window):
             channel.scaling.refuse_step(self, step)
+        if self.communicates:
+            self._announce_step(args, kwargs)
         if not step.in_loop:
             self._rates.append(rate_of(self._target.param_groups))
             return
@@ -92,6 +94,13 @@ class Steps(Adapter):
                 if parameter.grad is not None and id(parameter) not in self._ignored:  # the step changes something
                     self._steps_in_loops += 1
                     return
+
+    def _announce_step(self, args: Any, kwargs: Any) -> None:
+        """Announce a step of an optimizer that communicates, which is then counted.
+
+        A rank that skipped a backward on a dummy may receive its result here.
+        """
+        raise NotImplementedError
 
 
 class OptimizerState(Steps, Silent):

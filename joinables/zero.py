@@ -110,9 +110,11 @@ class ZeroStep(Steps, Announcing):
 
     @override
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._shadowing:
-            return
-        super()._before_step(optimizer, args, kwargs)
+        if not self._shadowing:
+            super()._before_step(optimizer, args, kwargs)
+
+    @override
+    def _announce_step(self, args: Any, kwargs: Any) -> None:
         # A closure announces bursts inside the local step, so the announcement of the step follows afterwards.
         if not (len(args) > 1 or kwargs.get("closure") is not None):
             self._announce()

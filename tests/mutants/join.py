@@ -651,8 +651,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/generators.py",
-        "    return [kind for kind, before, after in rows",
-        "    return [kind for kind, before, after in []",
+        "sorted(before - after)",
+        "[]",
         "tests/join/test_generators_of_ranks.py::test_generators_that_were_seeded_alike",
     ),
     Mutant(
@@ -907,8 +907,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/watch.py",
-        "            self._thread = None\n            self._changed.notify_all()\n",
-        "            self._thread = None\n",
+        "                self._thread = None\n                self._changed.notify_all()\n",
+        "                self._thread = None\n",
         "tests/join/failure/test_watch.py::test_at_exit_no_thread_reads_a_store",
     ),
     Mutant(

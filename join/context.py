@@ -140,7 +140,7 @@ class Join:
             self._timeout = checked_timeout(timeout)
             self._objects = listed(joinables, process_group)
             self._reset()
-            check_keywords(self._joinables, kwargs, Join.__init__.__annotations__)
+            check_keywords(self._joinables, kwargs, Join.__init__.__annotations__.keys() - {"kwargs", "return"})
             divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
             check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
             self._throw, self._kwargs = throw_on_early_termination, kwargs

@@ -280,8 +280,17 @@ _closed: WeakSet[dist.ProcessGroup] = WeakSet()
 _aborted: list[Any] = []  # backends, kept because a later abort is for the groups that were made since
 
 
-THREADS = "join "
-"""Begin of the names of all threads of this package that call C++."""
+class CallingThread(threading.Thread):
+    """Daemon thread of this package that calls C++, for which the end of the process waits a little.
+
+    Attributes:
+        is_awaited: Whether it does so; not for a call that was given up, which may never return.
+    """
+
+    is_awaited = True
+
+    def __init__(self, run: Callable[[], object], name: str) -> None:
+        super().__init__(target=run, name=name, daemon=True)
 
 
 @atexit.register
@@ -293,7 +302,7 @@ def wait_for_threads() -> None:
     """
     deadline = time.monotonic() + TIMEOUTS.note
     for thread in threading.enumerate():
-        if thread.name.startswith(THREADS):
+        if isinstance(thread, CallingThread) and thread.is_awaited:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -313,7 +322,7 @@ class Aside:
     def __init__(self, call: Callable[[], Any], *, or_here: bool = False) -> None:
         self.result: Any = None
         self._call, self._error = call, list[BaseException]()
-        self._thread = threading.Thread(target=self._run, name=f"{THREADS}aside", daemon=True)
+        self._thread = CallingThread(self._run, "join aside")
         try:
             self._thread.start()
         except RuntimeError:
@@ -337,7 +346,7 @@ class Aside:
         if self._thread.ident is not None:
             self._thread.join(seconds)
         if self._thread.is_alive():
-            self._thread.name = "given up"  # it may never return, so the end of the process does not wait for it
+            self._thread.is_awaited = False
             raise timed_out("a call in a thread", seconds or 0.0)
         for error in self._error:
             raise error

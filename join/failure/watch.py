@@ -37,7 +37,7 @@ from functools import partial
 from weakref import WeakSet
 
 from join.collectives import Collective
-from join.collectives._torch_private import THREADS, Aside
+from join.collectives._torch_private import Aside, CallingThread
 from join.collectives.board import Board, Note, Progress
 from join.collectives.timeouts import TIMEOUTS
 from join.failure.wait import Wait
@@ -238,8 +238,7 @@ class Watch:
             self._changed.notify_all()
 
     def _start(self) -> None:
-        name = f"{THREADS}watch of rank {self.board.rank}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = CallingThread(self._run, f"join watch of rank {self.board.rank}")
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread can be had: failures show when collectives break

@@ -25,7 +25,8 @@ class CSVLogger:
     """Logger that writes ``metrics.csv``, a row at a time, and ``hparams.json`` into a folder.
 
     Rows are added to a file that exists, so pass a different folder for each run. If a fit resumes from a checkpoint
-    that is older than the last rows, it writes these rows again: of rows of one step, the last one counts.
+    that is older than the last rows, it writes these rows again: of values of one step, the last one counts. With a
+    different number of processes, steps have other numbers, so resume into a different folder.
 
     Args:
         save_dir: The folder. It is made with the first row.
@@ -38,13 +39,15 @@ class CSVLogger:
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write a row; the file is complete after each row."""
         row = {**metrics, "step": step}
-        if row.keys() <= set(self._columns):
+        columns, self._columns = self._columns, []  # a full disk may leave a part of a row
+        if row.keys() <= set(columns):
             with self._path.open("a", newline="") as file:
-                csv.DictWriter(file, self._columns).writerow(row)
+                csv.DictWriter(file, columns).writerow(row)
+            self._columns = columns
             return
         lines = self._path.read_text(errors="replace").splitlines(keepends=True) if self._path.exists() else []
-        # A machine that lost its power may have left a part of a line.
-        rows = [*csv.DictReader(line for line in lines if line.endswith("\n")), row]
+        # A machine that lost its power may have left a part of a line, or zeros.
+        rows = [*csv.DictReader(line.replace("\0", "") for line in lines if line.endswith("\n")), row]
         self._columns = list(dict.fromkeys(["epoch", "step", *(name for row in rows for name in row)]))
         text = io.StringIO()
         writer = csv.DictWriter(text, self._columns)
@@ -112,20 +115,23 @@ class Log:
         if isinstance(params, Mapping):
             self._each(lambda logger: logger.log_hyperparams(cast("Any", params)))
 
-    def write(self, epoch: int, step: int) -> None:
+    def write(self, trainer: Any, module: Any = None) -> None:
         """Log the metrics of an epoch and its validation, of the last hooks, or of an evaluation by itself."""
         # The counters of a log are called epoch and step.
         names = {"epoch": "epoch_logged", "step": "step_logged"}
         row = {names.get(name, name): value for name, value in self.latest.items()}
 
         def write(each: Any) -> None:
-            each.log_metrics({**row, "epoch": epoch}, step)
+            each.log_metrics({**row, "epoch": trainer.epochs}, trainer.global_step)
             if hasattr(each, "save"):  # Lightning's loggers keep rows until then
                 each.save()
 
         if row:
             self._each(write)
         self.latest.clear()
+
+    on_train_epoch_end = on_train_end = write
+    is_last = False
 
     def end(self, status: str) -> None:
         """Tell loggers that the run has ended."""

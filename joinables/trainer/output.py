@@ -3,7 +3,7 @@
 If several ranks write, each line begins with the rank. A line is written when it is complete, or flushed. So lines of
 different ranks do not mix, and a process that is killed loses no complete line. Only the streams of Python are
 replaced, without pipes and threads: rank 0 still writes to the terminal, and output of native code has no rank. A bar
-that writes its line again covers the rank, and may be as wide as the terminal.
+that begins with a carriage return has none either, since it may be as wide as the terminal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-_BEGIN = re.compile(r"^(?=[^\n])", re.MULTILINE)
+_BEGIN = re.compile(r"^(?=[^\r\n])", re.MULTILINE)
 
 
 def begin(rank: int, ranks: int) -> None:
@@ -52,7 +52,7 @@ class _Lines:
 
     def write(self, text: str) -> int:
         self._parts.append(text)
-        if "\n" in text:
+        if "\n" in text or "\r" in text:
             self.flush()
         return len(text)
 
@@ -64,5 +64,5 @@ class _Lines:
         if text := "".join(parts):
             lines = _BEGIN.sub(self._prefix, text)
             self._stream.write(lines.removeprefix(self._prefix) if self._is_within_line else lines)
-            self._is_within_line = text[-1] != "\n"
+            self._is_within_line = text[-1] not in "\r\n"
         self._stream.flush()

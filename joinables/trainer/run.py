@@ -213,9 +213,13 @@ class Run:
         return loaded
 
     def hooks(self, name: str) -> list[Callable[..., Any]]:
-        """Return a hook of the module, and the same hook of all callbacks, in their order."""
+        """Return a hook of the module, and the same hook of all callbacks, in their order, and of the log.
+
+        The log comes before callbacks that write files, so no fit resumes from an epoch whose row is lost.
+        """
         trainer, module = self.trainer, self.module
-        callbacks = (each for each in trainer.callbacks if hasattr(each, name))
+        callbacks = (each for each in [*trainer.callbacks, self.log] if hasattr(each, name))
+        callbacks = sorted(callbacks, key=lambda each: each.is_last)
         return [getattr(module, name), *(partial(getattr(each, name), trainer, module) for each in callbacks)]
 
     def call(self, hook: str, *args: Any) -> list[Any]:
@@ -283,7 +287,7 @@ class Run:
             metrics = self.call_and_reduce(f"on_{name}_epoch_end")
             parts = gather_on_first(self.collective, outputs)
         if self.task.stage != "fit":  # otherwise they are in the row of the epoch
-            self.log.write(self.trainer.epochs, self.trainer.global_step)
+            self.log.write(self.trainer)
         if stage != "predict":
             return metrics
         if local is loader:
@@ -433,7 +437,6 @@ class Fit(Run):
         # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
         with replaced(self, "store", MetricStore()):
             self.call_and_reduce("on_train_end")
-        self.log.write(trainer.epochs, trainer.global_step)
 
     def _keep_trained(self, epochs: int) -> None:
         """Put the trained weights where no failure of a later hook can reach them."""
@@ -512,7 +515,6 @@ class Fit(Run):
         trainer.epochs += 1
         self.position.end_epoch()
         self.call_and_reduce("on_train_epoch_end")
-        self.log.write(trainer.epochs, trainer.global_step)
         self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from joinables.trainer import CSVLogger, Trainer
+from joinables.trainer import CSVLogger, FileCheckpointIO, ModelCheckpoint, Trainer
 from tests.joinables.trainer.modules import Classifier, loader
 
 
@@ -166,6 +166,36 @@ def test_a_damaged_log_is_continued(tmp_path: Path, damage: str) -> None:
     path.write_bytes(kept.get(damage, text[:last] + b"\xff"))
     Trainer(max_epochs=2, logger=CSVLogger(tmp_path)).fit(module, loader(12))
     assert [row["epoch"] for row in rows(tmp_path)] == [1.0] * (damage in ("cut", "binary")) + [1.0, 2.0]
+
+
+def test_no_file_is_written_before_the_row_of_its_epoch(tmp_path: Path) -> None:
+    """Or a fit that is killed in between, and resumed from the file, never writes the row."""
+
+    class Disk(FileCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any) -> None:
+            written.append([row["epoch"] for row in rows(tmp_path)])
+
+    written: list[list[float]] = []
+    run = Trainer(max_epochs=2, logger=CSVLogger(tmp_path), checkpoint_io=Disk(), callbacks=ModelCheckpoint(tmp_path))
+    run.fit(Classifier(), loader(12))
+    assert written == [[1.0], [1.0, 2.0]]
+
+
+def test_a_row_that_did_not_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run of the process does not continue it."""
+    csv_logger, path = CSVLogger(tmp_path), tmp_path / "metrics.csv"
+
+    def writerow(*_: Any) -> None:
+        with path.open("a") as file:
+            file.write("2,")
+        raise OSError(28, "No space left on device")
+
+    csv_logger.log_metrics({"epoch": 1, "loss": 1.0}, 1)
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space"):
+        full.setattr(csv.DictWriter, "writerow", writerow)
+        csv_logger.log_metrics({"epoch": 2, "loss": 1.0}, 2)
+    csv_logger.log_metrics({"epoch": 3, "loss": 1.0}, 3)
+    assert [row["epoch"] for row in rows(tmp_path)] == [1.0, 3.0]
 
 
 class Mine:

@@ -65,13 +65,13 @@ def test_each_line_has_its_rank(ending: Ending) -> None:
         assert sum(f"UserWarning: of rank {rank}" in line for line in lines) == 1
 
 
-def test_a_bar_covers_the_rank() -> None:
+def test_a_bar_keeps_its_width() -> None:
     written = io.StringIO()
     lines = output._Lines(written, "[rank 0] ")
-    for part in ("begin\n\n", "\r 50%", "\r100%\n", "end\n"):
+    for part in ("begin\n\n", "\r 50%", "\r100%\n", "1/2\r", "2/2\r", "\nend\n", "\r 50%"):
         lines.write(part)
-        lines.flush()
-    assert written.getvalue() == "[rank 0] begin\n\n[rank 0] \r 50%\r100%\n[rank 0] end\n"
+    shown = "[rank 0] begin\n\n\r 50%\r100%\n[rank 0] 1/2\r[rank 0] 2/2\r\n[rank 0] end\n\r 50%"
+    assert written.getvalue() == shown
 
 
 def test_a_single_rank_needs_no_number(capfd: pytest.CaptureFixture[str]) -> None:

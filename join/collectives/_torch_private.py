@@ -280,17 +280,8 @@ _closed: WeakSet[dist.ProcessGroup] = WeakSet()
 _aborted: list[Any] = []  # backends, kept because a later abort is for the groups that were made since
 
 
-class CallingThread(threading.Thread):
-    """Daemon thread of this package that calls C++, for which the end of the process waits a little.
-
-    Attributes:
-        is_awaited: Whether it does so; not for a call that was given up, which may never return.
-    """
-
-    is_awaited = True
-
-    def __init__(self, run: Callable[[], object], name: str) -> None:
-        super().__init__(target=run, name=name, daemon=True)
+awaited: WeakSet[threading.Thread] = WeakSet()
+"""Daemon threads that call C++, for which the end of the process waits a little; not those that may never return."""
 
 
 @atexit.register
@@ -301,8 +292,8 @@ def wait_for_threads() -> None:
     ("terminate called without an active exception").
     """
     deadline = time.monotonic() + TIMEOUTS.note
-    for thread in threading.enumerate():
-        if isinstance(thread, CallingThread) and thread.is_awaited:
+    for thread in list(awaited):
+        if thread.is_alive():
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -322,7 +313,8 @@ class Aside:
     def __init__(self, call: Callable[[], Any], *, or_here: bool = False) -> None:
         self.result: Any = None
         self._call, self._error = call, list[BaseException]()
-        self._thread = CallingThread(self._run, "join aside")
+        self._thread = threading.Thread(target=self._run, name="join aside", daemon=True)
+        awaited.add(self._thread)
         try:
             self._thread.start()
         except RuntimeError:
@@ -346,7 +338,7 @@ class Aside:
         if self._thread.ident is not None:
             self._thread.join(seconds)
         if self._thread.is_alive():
-            self._thread.is_awaited = False
+            awaited.discard(self._thread)  # it was given up
             raise timed_out("a call in a thread", seconds or 0.0)
         for error in self._error:
             raise error

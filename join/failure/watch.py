@@ -37,7 +37,7 @@ from functools import partial
 from weakref import WeakSet
 
 from join.collectives import Collective
-from join.collectives._torch_private import Aside, CallingThread
+from join.collectives._torch_private import Aside, awaited
 from join.collectives.board import Board, Note, Progress
 from join.collectives.timeouts import TIMEOUTS
 from join.failure.wait import Wait
@@ -238,7 +238,9 @@ class Watch:
             self._changed.notify_all()
 
     def _start(self) -> None:
-        self._thread = CallingThread(self._run, f"join watch of rank {self.board.rank}")
+        name = f"join watch of rank {self.board.rank}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        awaited.add(self._thread)
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread can be had: failures show when collectives break

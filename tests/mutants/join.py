@@ -919,7 +919,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/collectives/_torch_private.py",
-        "self._thread.is_awaited = False",
+        "awaited.discard(self._thread)",
         "pass",
         "tests/join/failure/test_watch.py::test_at_exit_it_does_not_wait_for_what_was_given_up",
     ),

@@ -308,19 +308,21 @@ def launcher_of(world_size: int, own: Any = None, environ: Mapping[str, str] = o
     Raises:
         RuntimeError: If srun or mpirun has started several processes, since each would train by itself.
     """
+    if own is not None:
+        return own
     # RANK alone is too common a name to identify torchrun.
     by_hand = "RANK" in environ and ("WORLD_SIZE" in environ or "LOCAL_RANK" in environ)
-    if own is None and (by_hand or RUN_ID in environ):
+    if by_hand or RUN_ID in environ:
         found = {name: environ[name] for name in _VARIABLES if name in environ}
         return None if place_of(found).world_size == 1 < world_size else found
     for launcher, name in {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}.items():
-        if own is None and environ.get(name, "1") != "1":
+        if environ.get(name, "1") != "1":
             raise RuntimeError(
                 f"{launcher} has started {environ[name]} processes ({name}), but nothing says that they train together."
                 " Start one torchrun on each node, or pass the cluster environment of your cluster to DDPStrategy."
                 " [J873]"
             )
-    return own
+    return None
 
 
 def _store_of(environment: Any) -> dist.Store:

@@ -146,7 +146,7 @@ class Run:
         """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the current batch."""
-        shown = [*trainer.loggers, *[Screen()] * trainer.enable_progress_bar]
+        shown = [*trainer.loggers, Screen()] if trainer.enable_progress_bar else trainer.loggers
         self.log = Log(shown if place.rank == 0 and task.stage != "predict" else [])
         self.position = Position(self.store, trainer.epochs)
         self.weight_unit: int | None = None

@@ -81,8 +81,9 @@ def claim(join: Any, joinables: Sequence[Joinable], *, enable: bool, throw: bool
 
 def release(join: Any, joinables: Sequence[Joinable]) -> None:
     """Record that these joinables, all those of ``join``, are in no block any more."""
-    for key in [key for key, holder in list(joins.items()) if holder is join]:  # a list: threads have blocks, too
-        del joins[key]
+    for key, holder in joins.copy().items():  # other threads open blocks, too, even while a list of items is made
+        if holder is join:
+            del joins[key]
     disabled = JoinConfig.construct_disabled_join_config()
     for joinable in joinables:
         object.__setattr__(joinable, "_join_config", disabled)

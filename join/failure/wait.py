@@ -208,6 +208,10 @@ def placed(progress: Progress, thread: int) -> Progress:
     return progress._replace(place=f"{place} ({line})" if line else place, kind=kind, call=call)
 
 
+_reading = threading.Lock()  # of frames: one thread would enable the collection while another one reads
+os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
+
+
 def current_frames() -> dict[int, FrameType]:
     """Return the innermost frame of each thread, as ``sys._current_frames`` does, without collecting garbage meanwhile.
 
@@ -215,13 +219,14 @@ def current_frames() -> dict[int, FrameType]:
     frees a tensor, another thread can run, and wait for the lock while it holds the GIL. Then the process hangs for
     good (python/cpython#106883).
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    finally:
-        if was_enabled:
-            gc.enable()
+    with _reading:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def stack_of(frame: FrameType | None) -> tuple[list[tuple[str, str]], list[str], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
+from join.block import joins, release
 from join.collectives import SingleCollective, ThreadCollective, collective_of, run_threads
 from tests.harness import Pool
 from tests.join.counter import Counter, CounterHook, Leading, blames
@@ -257,6 +259,23 @@ def test_blocks_that_share_a_group() -> None:
         return outer.total, inner.total
 
     assert run_threads(3, rank_main) == [(3 + 5 + 3, 5)] * 3
+
+
+def test_other_threads_may_enter_while_a_block_is_left() -> None:
+    """Before Python 3.12 another thread can run while a list is made, since that may collect garbage."""
+    more = range(-2000, -1000)
+
+    def enter(*_: object) -> None:
+        joins[-1001 - len(joins)] = None
+
+    joins.update(dict.fromkeys(more))
+    gc.callbacks.append(enter)
+    try:
+        release(object(), [])
+    finally:
+        gc.callbacks.remove(enter)
+        for key in [key for key in joins if key < 0]:
+            del joins[key]
 
 
 def test_disabled_does_nothing() -> None:

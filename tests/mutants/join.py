@@ -1022,9 +1022,15 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/wait.py",
-        "    gc.disable()\n",
+        "        gc.disable()\n",
         "",
         "tests/join/failure/test_wait.py::test_no_garbage_is_collected_while_frames_are_read",
+    ),
+    Mutant(
+        "join/failure/wait.py",
+        "    with _reading:\n",
+        "    if True:\n",
+        "tests/join/failure/test_wait.py::test_threads_that_read_frames_do_not_enable_the_collection_of_each_other",
     ),
     Mutant(
         "joinables/trainer/launch.py",

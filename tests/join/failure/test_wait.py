@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -258,5 +259,28 @@ def test_no_garbage_is_collected_while_frames_are_read(is_enabled: bool, monkeyp
     (gc.enable if is_enabled else gc.disable)()
     try:
         assert (wait.current_frames(), gc.isenabled()) == ({0: False}, is_enabled)
+    finally:
+        gc.enable()
+
+
+def test_threads_that_read_frames_do_not_enable_the_collection_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 64 ranks that are threads do it: the process hung, or never collected garbage again."""
+    seen, reads = list[bool](), threading.Barrier(4)
+
+    def slow() -> dict[int, Any]:
+        seen.append(gc.isenabled())
+        with suppress(threading.BrokenBarrierError):
+            reads.wait(0.1)  # all threads are here at once, if nothing keeps them apart
+        seen.append(gc.isenabled())
+        return {}
+
+    monkeypatch.setattr(sys, "_current_frames", slow)
+    threads = [threading.Thread(target=wait.current_frames) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        assert (seen, gc.isenabled()) == ([False] * 8, True)
     finally:
         gc.enable()

@@ -73,7 +73,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from join.batch import PLAIN, copied, map_tensors, without_rows
+from join.batch import PLAIN, Step, copied, map_tensors, without_rows
 from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken
 from join.errors import JoinError, add_note, described
@@ -193,7 +193,17 @@ class Loop(Lockstep, Iterable[T]):
             self.progress.steps += 1  # as a rank that has left the loop alone must see
             self.wait_for_all(f"reached step {self.progress.steps} of join.iterate")
             self._guard.raise_early_termination(exhausted=rounds.own_batches <= rounds.begun)
-        self._enter_step()
+        self.progress.steps += 1
+        if self._guard.timeout is not None:
+            self.wait_for_all(f"reached step {self.progress.steps} of join.iterate")
+        place, held = self.channel.place, self.ahead.held
+        step = rounds.next_step(self.step, held[0].weight if held else 0.0)
+        self.step = place.step = step  # from here on, an error belongs to this step
+        place.phase = Phase.RUNNING
+        if step.contributors:
+            before, self.last_with_data = self.last_with_data, step
+            if before is PLAIN or step.first_with_data != before.first_with_data:
+                self._change_leader(before)
         return True
 
     def _has_step(self, doing: str) -> bool:
@@ -210,23 +220,17 @@ class Loop(Lockstep, Iterable[T]):
             self._rounds.begin_round(doing)
         return self._rounds.begun < self._rounds.steps
 
-    def _enter_step(self) -> None:
-        channel, progress, held = self.channel, self.progress, self.ahead.held
-        progress.steps += 1
-        if self._guard.timeout is not None:
-            self.wait_for_all(f"reached step {progress.steps} of join.iterate")
-        step = self._rounds.next_step(self.step, held[0].weight if held else 0.0)
-        self.step = channel.place.step = step  # from here on, an error belongs to this step
-        channel.place.phase = Phase.RUNNING
-        if not step.contributors:
-            return
-        before, self.last_with_data = self.last_with_data, step
-        if before is PLAIN or step.first_with_data != before.first_with_data:
-            if before is not PLAIN:  # a rank that skipped a part of the step before is found here, not in hand_over
-                self.wait_for_all(f"began step {step.number} of join.iterate")
-            channel.headers.leader = step.first_with_data
-            for _, burst in channel.roster.bursts:
-                burst.hand_over(step.first_with_data)
+    def _change_leader(self, before: Step) -> None:
+        """Give what only one rank has to the lowest rank with data, which is another one in this step.
+
+        Args:
+            before: The last step with data.
+        """
+        if before is not PLAIN:  # a rank that skipped a part of the step before is found here, not in hand_over
+            self.wait_for_all(f"began step {self.step.number} of join.iterate")
+        leader = self.channel.headers.leader = self.step.first_with_data
+        for _, burst in self.channel.roster.bursts:
+            burst.hand_over(leader)
 
     def _next_batch(self) -> Any:
         ahead, rounds = self.ahead, self._rounds

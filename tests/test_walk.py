@@ -37,12 +37,12 @@ LIMITS = {
     ("exit", ""): (314, 26, 147),
     ("exit", "norm"): (419, 28, 190),
     ("exit", "weighed"): (336, 27, 160),
-    ("step with data", ""): (39, 14, 25),
-    ("step with data", "norm"): (45, 15, 29),
-    ("step with data", "weighed"): (47, 14, 28),
-    ("step on a dummy", ""): (55, 15, 32),
-    ("step on a dummy", "norm"): (90, 16, 43),
-    ("step on a dummy", "weighed"): (62, 15, 34),
+    ("step with data", ""): (38, 14, 25),
+    ("step with data", "norm"): (44, 15, 29),
+    ("step with data", "weighed"): (46, 14, 28),
+    ("step on a dummy", ""): (54, 15, 32),
+    ("step on a dummy", "norm"): (89, 16, 43),
+    ("step on a dummy", "weighed"): (61, 15, 34),
 }
 
 

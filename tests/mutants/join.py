@@ -194,14 +194,14 @@ MUTANTS = [
     ),
     Mutant(
         "join/loop.py",
-        'self.wait_for_all(f"began step {step.number} of join.iterate")',
+        'self.wait_for_all(f"began step {self.step.number} of join.iterate")',
         "pass",
         "tests/joinables/ddp/test_buffers.py::test_a_skipped_step_before_another_rank_leads_is_named",
     ),
     Mutant(
         "join/loop.py",
-        "            channel.headers.leader = step.first_with_data\n",
-        "",
+        "leader = self.channel.headers.leader = self.step.first_with_data",
+        "leader = self.step.first_with_data",
         "tests/joinables/ddp/test_buffers.py::test_statistics_in_a_plain_block_inside_a_loop",
     ),
     Mutant(

@@ -268,9 +268,9 @@ def has_finished(ddp: DistributedDataParallel) -> bool:
 
 
 def first_static_backward(ddp: DistributedDataParallel) -> bool:
-    """Return whether the next synchronised backward of a module with ``static_graph`` is its first.
+    """Return whether no gradient has entered outputs of a module with ``static_graph`` in a synchronised backward.
 
-    In that backward, the reducer counts how often the gradient of each parameter arrives, and reduces everything at the
+    In the first one, the reducer counts how often the gradient of each parameter arrives, and reduces everything at the
     end.
     """
     return not ddp._static_graph_delay_allreduce_enqueued

@@ -338,6 +338,12 @@ class GradientSync(DDPBurst):
             window.was_outside |= bool(self._ddp.require_backward_grad_sync)
             call.at_end.append(partial(self._remember_writes, window))
             return
+        if self._ddp.static_graph and reducer.first_static_backward(self._ddp):
+            raise JoinError(
+                f"A loss in {self.join_name} does not depend on the output of its forward. With static_graph=True, DDP"
+                " reduces no gradients then, inside and outside of Join. Compute the loss from the output, or build the"
+                " module without static_graph. [J803]"
+            )
         if not backward.is_armed:  # a second backward, whose gradients DDP itself would not reduce
             reducer.expect_backward(self._ddp, forwards.outputs)
         backward.mean = mean
@@ -520,7 +526,7 @@ class GradientSync(DDPBurst):
                 JoinError(
                     f"Rank {self._collective.rank} has no data in {self.join_name}, the first one of a module with"
                     " static_graph=True, which learns its graph there. Run one step on each rank before the block, on"
-                    " any batch: a forward, a backward and zero_grad(). [J802]"
+                    " any batch: a forward, a backward of its output, and zero_grad(). [J802]"
                 )
             )
         reducer.shadow_backward(self._ddp, parameters)

@@ -32,6 +32,12 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
+        "if self._ddp.static_graph and reducer.first_static_backward(self._ddp):\n            raise",
+        "if False:\n            raise",
+        "tests/joinables/ddp/test_static_graph.py::test_a_loss_that_does_not_come_from_the_outputs",
+    ),
+    Mutant(
+        "joinables/ddp/reduction.py",
         "window.was_outside |= bool(self._ddp.require_backward_grad_sync)",
         "pass",
         "tests/joinables/ddp/test_backwards.py::test_steps_on_gradients_whose_forward_was_under_no_sync",

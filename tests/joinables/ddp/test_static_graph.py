@@ -14,6 +14,7 @@ from join import Join, JoinError
 from tests.ending import Ending
 from tests.harness import Pool
 from tests.training import TOLERANCE, batch, build, learn_graph
+from tests.ways import Model
 
 COUNTS = 3, 1, 0
 
@@ -89,3 +90,26 @@ def with_data_everywhere(rank: int) -> float:
 def test_with_data_in_the_first_backward_no_step_is_needed(pool: Pool) -> None:
     first, *others = pool.run(with_data_everywhere)
     assert others == pytest.approx([first] * 2)
+
+
+def hidden(rank: int, counts: tuple[int, ...], in_loop: bool) -> str:
+    module = Model("attribute")
+    model = DistributedDataParallel(module, static_graph=True)
+    try:
+        with Join([model]) as join:
+            rows = [batch(rank, 0, step) for step in range(counts[rank])]
+            for x, y in join.iterate(rows) if in_loop else rows:
+                model(x)
+                module.loss(y).backward()
+    except JoinError as error:
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize(("counts", "in_loop"), [((2, 2, 2), False), ((2, 1, 0), False), ((2, 2, 2), True)])
+def test_a_loss_that_does_not_come_from_the_outputs(ending: Ending, counts: tuple[int, ...], in_loop: bool) -> None:
+    """DDP itself reduces nothing then, and says nothing: each rank would train on its own."""
+    *active, last = ending.run(hidden, counts, in_loop)
+    assert "[J803]" in last if counts[-1] else "[J802]" in last or "[J803]" in last  # which of the ranks is the first
+    for text in active:
+        assert "does not depend on the output of its forward" in text or "[J802]" in last

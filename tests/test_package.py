@@ -59,6 +59,7 @@ def test_public_names() -> None:
         "Callback",
         "CheckpointIO",
         "DDPStrategy",
+        "EarlyStopping",
         "FileCheckpointIO",
         "HorovodStrategy",
         "LaunchError",

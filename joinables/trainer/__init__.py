@@ -8,14 +8,14 @@ Call ``Trainer(devices=4).fit(module, loader)`` with a :class:`TrainModule` whos
     launch              one function on all ranks, in processes started here or by a launcher
     run                 fit, evaluation and prediction on one rank, and their state
     data, metrics, rng  distribution of batches, and a rank's position in them; means over all samples; random states
-    callbacks           the callback that writes checkpoints
+    callbacks           the callbacks that write checkpoints and stop early
     loggers             what is written and shown after each epoch
     output, settings    lines and files of the processes that are started; their settings
     checkpoint, files   files that a fit resumes from, and the weights that a failure after training would lose
 """
 
 from joinables.processes import LaunchError
-from joinables.trainer.callbacks import ModelCheckpoint
+from joinables.trainer.callbacks import EarlyStopping, ModelCheckpoint
 from joinables.trainer.checkpoint import CheckpointIO, FileCheckpointIO
 from joinables.trainer.data import UnevenDistributedSampler
 from joinables.trainer.launch import (
@@ -36,6 +36,7 @@ __all__ = [
     "Callback",
     "CheckpointIO",
     "DDPStrategy",
+    "EarlyStopping",
     "FileCheckpointIO",
     "HorovodStrategy",
     "LaunchError",

@@ -1,4 +1,4 @@
-"""The callback that comes with the trainer: :class:`ModelCheckpoint`."""
+"""Callbacks that come with the trainer: :class:`ModelCheckpoint`, :class:`EarlyStopping`."""
 
 from __future__ import annotations
 
@@ -173,3 +173,57 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kept = dict(state["kept"])
         self.last_model_path, self._saved_step = state["last"], state["step"]
+
+
+class EarlyStopping(Callback):
+    """Callback that ends the fit when a metric has not improved for some epochs, or is NaN.
+
+    The fit stays ended: a second fit, or a fit from its last checkpoint, does not train, and logs a warning. With more
+    patience, or without this callback, it continues.
+
+    Args:
+        monitor: The metric.
+        mode: Whether small (``"min"``) or large (``"max"``) values are good.
+        patience: The number of epochs in a row without improvement that end the fit; 0 is the same as 1.
+        min_delta: The smallest change that counts as an improvement.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self, monitor: str, mode: Literal["min", "max"] = "min", patience: int = 3, min_delta: float = 0.0
+    ) -> None:
+        check_kinds(locals())
+        check_choice("mode", mode, ("min", "max"))
+        self._monitor, self._sign = monitor, 1 if mode == "min" else -1
+        self._patience, self._min_delta = patience, min_delta
+        self._best = math.inf
+        self._waited: float = 0
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return f"EarlyStopping({self._monitor})"
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """End the fit if it was ended before."""
+        trainer.should_stop |= self._waited >= max(self._patience, 1)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Compare the metric with its best value."""
+        value = self._sign * monitored(trainer.callback_metrics, self._monitor)
+        if value < self._best - self._min_delta:
+            self._best, self._waited = value, 0
+        else:
+            self._waited = math.inf if math.isnan(value) else self._waited + 1
+        trainer.should_stop |= self._waited >= max(self._patience, 1)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "waited": self._waited}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best, self._waited = state["best"], state["waited"]

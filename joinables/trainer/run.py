@@ -417,7 +417,7 @@ class Fit(Run):
         if (trainer.should_stop or not self._is_within_limits(trainer.epochs)) and self.collective.rank == 0:
             text = (
                 "This fit trains nothing: %d epochs and %d steps reach max_epochs=%s or max_steps=%s, or a callback"
-                " stops it. Raise these limits."
+                " stops it, such as EarlyStopping. Raise these limits, or its patience."
             )
             logger.warning(text, trainer.epochs, trainer.global_step, trainer.max_epochs, trainer.max_steps)
         began = trainer.epochs, trainer.global_step

@@ -6,6 +6,7 @@ import copy
 import fcntl
 import gc
 import importlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from joinables.trainer import (
     Callback,
+    EarlyStopping,
     ModelCheckpoint,
     NotPicklable,
     Trainer,
@@ -317,6 +319,60 @@ class Remembered(DataLoader[Any]):
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
+
+
+def test_early_stopping(tmp_path: Path) -> None:
+    def epochs(patience: int, **options: Any) -> int:
+        stopping = EarlyStopping("val_loss", patience=patience, min_delta=10.0)
+        run = Trainer(max_epochs=6, callbacks=stopping)
+        run.fit(Classifier(), loader(12), loader(12), **options)
+        return run.epochs
+
+    assert [epochs(patience) for patience in (0, 1, 2, 4, 5, 9)] == [2, 2, 3, 5, 6, 6]
+    trainer = Trainer(max_epochs=50, callbacks=[EarlyStopping("val_los")])
+    with pytest.raises(ValueError, match=r"monitor='val_los' was not logged\. Use one of .*val_loss"):
+        trainer.fit(Classifier(), loader(), loader(20))
+
+
+def test_an_improvement_begins_the_patience_anew() -> None:
+    stopping, run = EarlyStopping("x", patience=2), Trainer()
+    for value, is_over in ((3.0, False), (3.0, False), (2.0, False), (2.0, False), (2.0, True)):
+        run.callback_metrics["x"] = value
+        stopping.on_train_epoch_end(run, Classifier())
+        assert run.should_stop is is_over
+
+
+def test_a_fit_that_was_stopped_early_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Over fits and from a checkpoint; with more patience it goes on."""
+
+    def build(patience: int) -> Trainer:
+        keeper, stopping = ModelCheckpoint(tmp_path), EarlyStopping("val_loss", patience=patience, min_delta=10.0)
+        return Trainer(max_epochs=10, callbacks=[keeper, stopping])
+
+    data = loader(12), loader(12)
+    trainer, module = build(2), Classifier()
+    trainer.fit(module, *data)
+    path = trainer.callbacks[-1].best_model_path  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.fit(module, *data)
+    assert (trainer.epochs, trainer.should_stop) == (3, True)
+    for patience, epochs in ((2, 3), (4, 5)):
+        resumed = build(patience)
+        resumed.fit(Classifier(), *data, ckpt_path=path)
+        assert (resumed.epochs, resumed.should_stop) == (epochs, True)
+    assert caplog.text.count("This fit trains nothing: 3 epochs and 6 steps") == 2
+
+
+class Diverging(Classifier):
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", math.nan if self.trainer.current_epoch > 0 else 1.0)
+
+
+def test_early_stopping_where_there_is_no_number() -> None:
+    for mode in ("min", "max"):
+        trainer, module = Trainer(max_epochs=6, callbacks=EarlyStopping("score", mode=mode)), Diverging()
+        for _ in range(2):
+            trainer.fit(module, loader(12), loader(12))
+            assert (trainer.epochs, trainer.should_stop) == (2, True)
 
 
 def test_one_validation_loader_a_run() -> None:

@@ -401,18 +401,18 @@ class OpenBlock:
         outcome, keeps = self._compare(outcome, ends, values)
         warn: Callable[[], None] | None = None
         self._restore_limit()  # because a copy of all state may take longer than a burst
-        source, exchanges = outcome.source, list[tuple[object, Exchange]]()
+        source, exchanges = outcome.source, list[tuple[str, Exchange]]()
         differ = len(set(ends.changes)) > 1
         if outcome.shadowed:
             exchanges.append(("rates", _compare_rates(stepping, columns[_RATES], source, collective.rank)))
-            for member in self.channel.roster.listed:  # of blocks around this one, too, whose bursts were shadowed
-                if (exchange := member.joinable.exchange(source)) is not None:
-                    exchanges.append((member, exchange))
+            for joinable in self.channel.roster.listed:  # of blocks around this one, too, whose bursts were shadowed
+                if (exchange := joinable.exchange(source)) is not None:
+                    exchanges.append((joinable.join_name, exchange))
             if differ or not shadowed:
                 exchanges += [("attributes", scope.held.exchange(source)) for scope in self.channel.roster.scopes]
         else:
             warn = held.compare() if differ else None
-            self.channel.synchronise_own(self.scope.members, source)
+            self.channel.synchronise_own(self.scope.joinables, source)
             source = ends.shadowed.index(min(ends.shadowed))  # which ran the fewest dummies
         has_shadowed = outcome.shadowed or (tally.loops > 0 and any(ends.shadowed))
         if kinds := generators_apart(collective, columns[_ENTERED], columns[_LEFT], is_copied=has_shadowed):

@@ -312,8 +312,7 @@ class Loop(Lockstep, Iterable[T]):
             return "join.iterate was called with a weigh function"
         if self._options.window != 1:
             return f"join.iterate was called with window={self._options.window!r}"
-        listed = [member.joinable for member in self.channel.roster.listed]
-        names = [each.join_name for each in listed if each.needs_scale or each.mixes_ranks]
+        names = [each.join_name for each in self.channel.roster.listed if each.needs_scale or each.mixes_ranks]
         return f"nothing else weighs the gradients of {names[0]}" if names else ""
 
     def _call_next_round(self, held: int) -> None:

@@ -279,15 +279,13 @@ class Inbox:
         self.receiving: dict[int, torch.Tensor] = {}
         self._used = set[int]()  # the id of each receiving tensor, since a tensor receives one slot only
 
-    def fill(self, tree: Any, own: Any = None, like: torch.Tensor | None = None) -> Any:
+    def fill(self, tree: Any, own: Any = None) -> Any:
         """Return the skeleton, or a part of it, with tensors that the message will overwrite.
 
         Args:
             tree: The skeleton, or a part of it.
             own: The same part of this rank's tree. If it has the same structure, its tensors that fit receive. If only
                 the device type of one fits, the new tensor is on the same device.
-            like: The parameter that the tensors belong to. The new tensors are on its device, unless they are on the
-                CPU at the sender. If they have its shape, they also have its memory layout.
         """
         if not self.empty:
             return tree
@@ -296,7 +294,7 @@ class Inbox:
         data, empty = pack(tree, aside=set(map(id, self.empty)))
         pairs = zip(map(id, leaves), own_leaves, strict=True) if structure == own_structure else ()
         own_of = {place: leaf for place, leaf in pairs if isinstance(leaf, torch.Tensor) and not why_unlike(leaf)}
-        return unpack(Packed(data, self.receive(empty, [own_of.get(id(each)) for each in empty], like)))
+        return unpack(Packed(data, self.receive(empty, [own_of.get(id(each)) for each in empty])))
 
     def receive(
         self, empty: Tensors, own: Sequence[torch.Tensor | None] = (), like: torch.Tensor | None = None
@@ -306,7 +304,8 @@ class Inbox:
         Args:
             empty: These tensors.
             own: This rank's tensors in these places.
-            like: As for :meth:`fill`.
+            like: The parameter that the tensors belong to. The new tensors are on its device, unless they are on the
+                CPU at the sender. If they have its shape, they also have its memory layout.
         """
         received: list[torch.Tensor] = []
         for each, mine in zip_longest(empty, own[: len(empty)]):
@@ -363,7 +362,7 @@ cannot copy the state, or "". If all ranks can, the generator resumes once the t
 
 def copy_state(
     collective: Collective,
-    exchanges: Sequence[tuple[object, Exchange]],
+    exchanges: Sequence[tuple[str, Exchange]],
     source: int,
     devices: Devices = list,
     *,
@@ -373,7 +372,7 @@ def copy_state(
 
     Args:
         collective: The ranks.
-        exchanges: For each object, what has its name as a text, and its part.
+        exchanges: The name of each object, and its part.
         source: The rank whose state is copied.
         devices: As for :func:`broadcast_tree`.
         keeps: As for :class:`Inbox`.
@@ -396,7 +395,7 @@ def copy_state(
         next(part, None)
 
 
-def _raise_not_copied(names: Sequence[object], reasons_of_ranks: Sequence[Sequence[str]]) -> NoReturn:
+def _raise_not_copied(names: Sequence[str], reasons_of_ranks: Sequence[Sequence[str]]) -> NoReturn:
     """Raise the error for the first object whose state some ranks cannot copy."""
     rows = zip(names, *reasons_of_ranks, strict=True)
     name, *reasons = next(row for row in rows if any(row[1:]))

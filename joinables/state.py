@@ -58,7 +58,7 @@ class Steps(Adapter):
         super().attach(join)
         self._steps_in_loops, self._rates = 0, array("d")
         self.own_rates = self._rates
-        targets = [member.joinable.join_target for member in self._channel.roster.listed]
+        targets = [joinable.join_target for joinable in self._channel.roster.listed]
         modules = [target for target in targets if isinstance(target, DistributedDataParallel)]
         self._ignored = {id(parameter) for module in modules for parameter in parameters_of_each_rank(module)}
         """The ids of parameters that a listed DDP module ignores, so that each rank has its own."""
@@ -266,7 +266,7 @@ class State(Loaded):
 
     def _shapes_of_buffers(self) -> dict[str, torch.Size]:
         """Return the shapes of the buffers of all listed modules, and of wrapped modules, by name."""
-        targets = [member.joinable.join_target for member in self._channel.roster.listed]
+        targets = [joinable.join_target for joinable in self._channel.roster.listed]
         modules = [target for target in targets if isinstance(target, torch.nn.Module)]
         inside = [getattr(module, "module", None) for module in modules]
         modules += [module for module in inside if isinstance(module, torch.nn.Module)]

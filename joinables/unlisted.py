@@ -56,7 +56,7 @@ class Unlisted(Silent):
         self._stepped = WeakKeyDictionary[torch.optim.Optimizer, str]()  # and the line that made the first step
         self._scalers = WeakSet[torch.amp.GradScaler]()
         self._unseen = set(map(id, held_parameters(self._target)))  # the parameters that no optimizer has stepped
-        targets = [member.joinable.join_target for member in self._channel.roster.listed]
+        targets = [joinable.join_target for joinable in self._channel.roster.listed]
         self._listed = {id(target): target for target in targets}
         optimizers = [target for target in targets if isinstance(target, torch.optim.Optimizer)]
         self._rates = {id(optimizer): rate_of(optimizer.param_groups) for optimizer in optimizers}

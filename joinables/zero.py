@@ -87,7 +87,7 @@ class ZeroStep(Steps, Announcing):
         self.is_pending = False
         self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step in this block
         self._group_count = len(self._zero.param_groups)
-        listed = [member.joinable.join_target for member in join.channel.roster.listed]
+        listed = [joinable.join_target for joinable in join.channel.roster.listed]
         self._is_scaled = any(isinstance(target, torch.amp.GradScaler) and target.is_enabled() for target in listed)
         local = cast("torch.optim.Optimizer", cast("Any", self._zero).optim)  # steps this rank's shard
         self._own_shard = set(map(id, parameters_of(local)))

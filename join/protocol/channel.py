@@ -505,19 +505,19 @@ class Channel:
         self._outstanding = []  # in a loop, the body may skip followers
         self.place.phase, self.place.step = Phase.PLAIN, PLAIN
 
-    def synchronise_own(self, members: Sequence[Member], source: int) -> None:
+    def synchronise_own(self, joinables: Sequence[Joinable], source: int) -> None:
         """Copy the state that each rank has for itself from one rank, after a loop or block that shadowed nothing.
 
         Args:
-            members: The members whose objects have such state.
+            joinables: The joinables whose objects have such state.
             source: The rank to copy from.
         """
         with profiled("copy"):
-            tensors = [tensor for member in members for tensor in member.joinable.own_tensors()]
+            tensors = [tensor for joinable in joinables for tensor in joinable.own_tensors()]
             broadcast_tensors(self.collective, tensors, source)
-        for member in members:
-            with profiled("synchronise", member):
-                member.joinable.synchronise_own(source)
+        for joinable in joinables:
+            with profiled("synchronise", joinable.join_name):
+                joinable.synchronise_own(source)
 
     def end_left_loop(self) -> None:
         """Leave the loop that this rank has left by ``break``, if any, together with all other ranks."""
@@ -633,7 +633,7 @@ class Lockstep(ABC):
         channel, source = self.channel, self.last_with_data.first_with_data
         channel.exit_loop(self)
         listed = channel.roster.listed
-        channel.check_same("compares its state", values=values_of([each.joinable for each in listed]))
+        channel.check_same("compares its state", values=values_of(listed))
         channel.synchronise_own(listed, source)
 
     # -- left by ``break`` --------------------------------------------------------------------------------------------

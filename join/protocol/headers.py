@@ -193,7 +193,7 @@ class Roster:
 
     Attributes:
         scopes: The open blocks.
-        listed: All members of these blocks, including members that do not announce.
+        listed: The joinables of these blocks, including those that do not announce.
         announcing: The members that announce, in the order in which headers count them.
         index: The index of each announcing member, by the ``id`` of its joinable.
         bursts: The bursts of these members, with their index.
@@ -215,7 +215,7 @@ class Roster:
 
     def __init__(self, scopes: Sequence[Scope], world_size: int) -> None:
         self.scopes = scopes
-        self.listed = [member for scope in scopes for member in scope.members]
+        self.listed = [joinable for scope in scopes for joinable in scope.joinables]
         self.announcing = [member for scope in scopes for member in scope.announcing]
         self.index = {id(member.joinable): index for index, member in enumerate(self.announcing)}
         self.bursts = bursts = [(index, member.burst) for index, member in enumerate(self.announcing)]
@@ -234,8 +234,8 @@ class Roster:
         self.early = self.announcing[self.backwards[0]].burst if is_early else None
 
     def devices(self) -> list[torch.device]:
-        """Return the device on which each listed member communicates."""
-        return [member.joinable.join_device for member in self.listed]
+        """Return the device on which each listed joinable communicates."""
+        return [joinable.join_device for joinable in self.listed]
 
 
 @dataclass

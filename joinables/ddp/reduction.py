@@ -122,7 +122,7 @@ class GradientSync(DDPBurst):
         self._memory.window.is_earlier, self._memory.window.sample = self._memory.window.backwards > 0, None
         self.own_steps = 0
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._begin_backward)
-        bursts = [each.joinable for each in join.channel.roster.listed if isinstance(each.joinable, GradientSync)]
+        bursts = [each for each in join.channel.roster.listed if isinstance(each, GradientSync)]
         reduced = {each: set(map(id, reducer.reduced_parameters(each.join_target))) for each in bursts}
         self._handles += refuse_unreduced_parameters(self._ddp, set[int]().union(*reduced.values()))
         others = [each for each in bursts if each is not self] if self._collective.world_size > 1 else []
@@ -553,7 +553,7 @@ class GradientSync(DDPBurst):
             # A sharded optimizer reads the result, and so may a joinable of the user. The reducer itself learns the
             # order of gradients before it rebuilds the buckets, and reduces the record of the used parameters. A comm
             # hook may only work inside a backward.
-            listed = [member.joinable for member in self._channel.roster.listed]
+            listed = self._channel.roster.listed
             readers = [each for each in listed if each.communicates and not isinstance(each, DDPBurst)]
             is_more = self._rebuild.is_due or self._ddp.find_unused_parameters or self._has_comm_hook
             if not (readers or is_more):

@@ -297,7 +297,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/protocol/channel.py",
-        '        channel.check_same("compares its state", values=values_of([each.joinable for each in listed]))\n',
+        '        channel.check_same("compares its state", values=values_of(listed))\n',
         "",
         "tests/join/loop/test_steps.py::test_values_are_compared_at_the_end_of_each_loop",
     ),
@@ -528,8 +528,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "            for member in self.channel.roster.listed:",
-        "            for member in self.scope.members:",
+        "            for joinable in self.channel.roster.listed:",
+        "            for joinable in self.scope.joinables:",
         "tests/join/protocol/test_nested.py::test_state_of_an_outer_block_is_copied_with_that_of_an_uneven_inner_one",
     ),
     Mutant(

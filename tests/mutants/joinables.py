@@ -847,8 +847,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "listed = [member.joinable for member in self._channel.roster.listed]\n            readers",
-        "listed = [member.joinable for member in self._scope.members]\n            readers",
+        "listed = self._channel.roster.listed\n            readers",
+        "listed = self._scope.joinables\n            readers",
         "tests/joinables/ddp/test_shadowed_backwards.py::test_an_optimizer_of_another_block_steps_on_the_gradients",
     ),
     Mutant(

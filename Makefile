@@ -102,14 +102,15 @@ test-frameworks: .venv-frameworks$(FRAMEWORKS:%=-%)/.installed
 test-engines: .venv-engines/.installed
 	TESTS=all .venv-engines/bin/python -m pytest -n $(JOBS) tests/engines
 
-ENDS := fails times_out fails_while_others_wait
+ENDS := fails times_out fails_while_others_wait fails_in_a_fit
 test-horovod: .venv-horovod/.installed
 	for ranks in 2 4; do for end in "" $(ENDS); do PATH=$$PWD/.venv-horovod/bin:$$PATH horovodrun --gloo -np $$ranks python -W error -m tests.horovod.run $$end || exit 1; done; done
 
-# Two ranks of the CPU are threads, each with a device. XLA ends their process 10 s after a rank has failed.
+# Two ranks of the CPU are threads, each with a device. XLA ends their process 10 s after a rank has failed. The trainer
+# refuses threads. It trains on two processes, between which gloo carries what XLA would.
 test-xla: .venv-xla/.installed
 	.venv-xla/bin/python -m tests.xla.run 1
-	for end in "" fails times_out; do .venv-xla/bin/python -m tests.xla.run 2 $$end || exit 1; done
+	for end in "" fails times_out processes; do .venv-xla/bin/python -m tests.xla.run 2 $$end || exit 1; done
 
 mutants: .venv/.test-installed
 	$(BIN)/python -m tests.mutants

@@ -7,8 +7,9 @@ the settings of torch that change results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -42,6 +43,15 @@ def _set(holder: str, name: str, value: Any) -> None:
     setattr(attrgetter(holder)(torch), name, value)
 
 
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Ignore warnings: torch 2.9 recommends other settings than the one that is read, which the user need not have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@_quiet()
 def capture() -> dict[str, Any]:
     """Return the settings of this process as plain data."""
     values: dict[str, Any] = {}
@@ -51,6 +61,7 @@ def capture() -> dict[str, Any]:
     return values
 
 
+@_quiet()
 def restore(settings: Mapping[str, Any]) -> None:
     """Give this process captured settings."""
     for name, get, change in _settings():

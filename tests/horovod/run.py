@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
@@ -14,8 +16,11 @@ import torch
 from join import Join, PeerError
 from join.collectives import Collective
 from join.collectives.horovod import HorovodCollective
+from joinables.trainer import Trainer
 from tests.conformance.collective_suite import CHECKS_OVER_LIBRARY, check_over_library, fails, samples, times_out
 from tests.examples import examples_of
+from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.other_library import OPTIONS, check_fits
 
 HANGS_AFTER_SECONDS = 600
 RATE = 0.1
@@ -125,6 +130,28 @@ def train_by_hand(size: int, divisor: Callable[[list[torch.Tensor]], int]) -> li
     return list(model.parameters())
 
 
+def the_trainer(collective: Collective) -> None:
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(collective.broadcast_object(own, 0))
+        for accumulated in (1, 2):
+            check_fits(collective, "horovod", folder, accumulate_grad_batches=accumulated)
+            collective.barrier()  # rank 0 removes the folder
+
+
+def fails_in_a_fit(collective: Collective) -> None:
+    """Rank 1 raises in a step of the trainer, while the others have data."""
+
+    class Fails(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if collective.rank == 1 and batch_idx == 1:
+                raise KeyError("mine")
+            return super().training_step(batch, batch_idx)
+
+    kind, told = (KeyError, "mine") if collective.rank == 1 else (PeerError, "rank 1 failed: KeyError: 'mine'")
+    with pytest.raises(kind, match=told):
+        Trainer(strategy="horovod", **OPTIONS).fit(Fails(), loader(27, 4))
+
+
 def fails_while_others_wait(collective: Collective) -> None:
     """Rank 1 raises while the other ranks wait in the step of their optimizer, and read no notes."""
     raised = collective.rank == 1
@@ -140,7 +167,7 @@ def fails_while_others_wait(collective: Collective) -> None:
             optimizer.step()
 
 
-ENDS = [fails, times_out, fails_while_others_wait]
+ENDS = [fails, times_out, fails_while_others_wait, fails_in_a_fit]
 """Each needs processes of its own, since Horovod is shut down afterwards, and may not start again in all of them."""
 
 
@@ -152,7 +179,8 @@ def main(end: str = "") -> None:
     if end:
         check_over_library(*place, *(check for check in ENDS if check.__name__ == end))
         return
-    check_over_library(*place, *CHECKS_OVER_LIBRARY, the_page, in_windows, beside_join_of_horovod, times=2)
+    checks = [*CHECKS_OVER_LIBRARY, the_page, in_windows, beside_join_of_horovod, the_trainer]
+    check_over_library(*place, *checks, times=2)
     assert hvd.is_initialized()  # a collective shuts down what it has started, or what is lost
 
 

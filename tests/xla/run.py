@@ -4,6 +4,8 @@
 own. Processes that are started otherwise are one rank each (pytorch/xla issues 9089 and 9496). On a CPU, an operation
 meets only operations of the same program, unless it names a channel. So with several ranks, all operations here are
 gathers that name a channel. XLA ends the process 10 s after an operation that does not meet.
+
+The trainer refuses ranks that are threads. With ``2 processes``, two processes have a device each, and gloo gathers.
 """
 
 from __future__ import annotations
@@ -11,18 +13,24 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch_xla  # pyright: ignore[reportMissingImports]
 import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
 import torch_xla.runtime  # pyright: ignore[reportMissingImports]
 
 from join.collectives import Collective
 from join.collectives.xla import XLACollective
+from joinables.trainer import Trainer
+from joinables.trainer.launch import Launcher, Place
 from tests.conformance.collective_suite import (
     CHECKS_OVER_LIBRARY,
     check_over_library,
@@ -32,6 +40,8 @@ from tests.conformance.collective_suite import (
     times_out,
 )
 from tests.examples import examples_of
+from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.other_library import OPTIONS, check_fits
 
 HANGS_AFTER_SECONDS = 600
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -47,8 +57,15 @@ def gather_by_channel(value: torch.Tensor, dim: int = 0, pin_layout: bool = Fals
     return _gather(value, dim, everyone, pin_layout=pin_layout, channel_id=1, use_global_device_ids=True)
 
 
-def reduce_by_channel(kind: str, value: torch.Tensor) -> torch.Tensor:
-    return REDUCTIONS[kind](gather_by_channel(value[None]))
+def gather_by_gloo(value: torch.Tensor, dim: int = 0, pin_layout: bool = False) -> torch.Tensor:
+    own = value.cpu()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return torch.cat(parts, dim).to(value.device)
+
+
+def reduce_by_gather(kind: str, value: torch.Tensor) -> torch.Tensor:
+    return REDUCTIONS[kind](xm.all_gather(value[None]))
 
 
 def on_device(collective: Collective) -> None:
@@ -88,6 +105,20 @@ def the_page(collective: Collective) -> None:
     torch.testing.assert_close([parameter.cpu() for parameter in model.parameters()], list(alone.parameters()))
 
 
+def the_trainer(collective: Collective) -> None:
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(collective.broadcast_object(own, 0))
+        for accumulated in (1, 2):
+            check_fits(collective, "xla", folder, accumulate_grad_batches=accumulated)
+            collective.barrier()  # rank 0 removes the folder
+
+
+def refuses_the_trainer(_: Collective) -> None:
+    """Ranks that are threads."""
+    with pytest.raises(ValueError, match="J880"):
+        Trainer(strategy="xla", **OPTIONS).fit(Classifier(), loader())
+
+
 ENDS = {check.__name__: check for check in (fails, times_out)}
 """Each needs a process of its own, in which an operation of the rank that waited stays behind."""
 
@@ -97,17 +128,31 @@ def run(index: int, end: str) -> None:
     faulthandler.dump_traceback_later(HANGS_AFTER_SECONDS, exit=True)
     torch.set_num_threads(1)
     place = XLACollective(), torch_xla.runtime.global_ordinal(), torch_xla.runtime.world_size()
-    checks = [*CHECKS_OVER_LIBRARY, on_device, the_page]
+    checks = [*CHECKS_OVER_LIBRARY, on_device, the_page, the_trainer]
     if place[-1] > 1:
-        xm.all_gather, xm.all_reduce = gather_by_channel, reduce_by_channel
-        checks.remove(refuses_ddp)  # the ranks are threads of a process, which has one process group
+        xm.all_gather, xm.all_reduce = gather_by_channel, reduce_by_gather
+        # The ranks are threads of a process, which has one process group.
+        checks = [refuses_the_trainer if check is the_trainer else check for check in checks if check != refuses_ddp]
     if end:
         check_over_library(*place, ENDS[end])
     else:
         check_over_library(*place, *checks, times=2)
 
 
+def run_process(place: Place) -> None:
+    """Run checks on a rank that is a process with a device of its own."""
+    faulthandler.dump_traceback_later(HANGS_AFTER_SECONDS, exit=True)
+    runtime: Any = torch_xla.runtime
+    runtime.global_ordinal = runtime.local_ordinal = lambda: place.rank
+    runtime.world_size = lambda: place.world_size
+    xm.all_gather, xm.all_reduce = gather_by_gloo, reduce_by_gather
+    check_over_library(XLACollective(), place.rank, place.world_size, on_device, the_page, the_trainer)
+
+
 def main(ranks: str, end: str = "") -> None:
+    if end == "processes":
+        Launcher(int(ranks)).launch(run_process, Place)
+        return
     os.environ["CPU_NUM_DEVICES"] = ranks
     torch_xla.launch(run, args=(end,))
 

@@ -18,61 +18,23 @@ from joinables.trainer import Strategy, Trainer
 from tests.conformance.fakes import over_horovod, over_xla
 from tests.harness import Pool, all_or_each
 from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.other_library import OPTIONS, check_fits
 from tests.joinables.trainer.ranks import free_port, trainer
 from tests.training import TOLERANCE, assert_same, flat_state
 
-OPTIONS: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 2}
 
-
-class Normalised(Classifier):
-    """Has buffers, and a parameter that no loss reaches."""
-
-    def __init__(self) -> None:
-        super().__init__(optimizer="adamw")
-        self.spare = torch.nn.Parameter(torch.ones(3))
-        self.norm = torch.nn.BatchNorm1d(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.norm(x)
-        return super().forward(x)
-
-
-def over(rank: int, name: str, folder: Path, options: dict[str, Any]) -> Any:
+def over(rank: int, name: str, folder: Path, options: dict[str, Any]) -> None:
     store: Any = dist.distributed_c10d._get_default_store()
     fake = over_horovod if name == "horovod" else over_xla
-    with fake(rank, dist.get_world_size(), dist.PrefixStore("library", store)):
-        module = Normalised()
-        first = Trainer(strategy=name, default_root_dir=folder, **{**OPTIONS, **options})
-        assert first.world_size == dist.get_world_size()
-        first.fit(module, loader(27, 4))
-        first.save_checkpoint(folder / "end.ckpt")
-        dist.barrier()
-        found = flat_state(module.state_dict())
-        again, more = Normalised(), Trainer(strategy=name, **{**OPTIONS, **options, "max_epochs": 3})
-        more.fit(again, loader(27, 4), loader(9, 4), ckpt_path=folder / "end.ckpt")
-        return found, flat_state(again.state_dict()), more.callback_metrics["val_loss"]
-
-
-def alone(options: dict[str, Any], epochs: int) -> tuple[Any, float]:
-    module = Normalised()
-    single = trainer(**{**OPTIONS, **options, "max_epochs": epochs})
-    single.fit(module, loader(27, 12), loader(9, 4))
-    state = {name: each for name, each in module.state_dict().items() if "norm" not in name}
-    return flat_state(state), single.callback_metrics["val_loss"]
+    with fake(rank, dist.get_world_size(), dist.PrefixStore("library", store)) as collective:
+        collective.setup(rank, dist.get_world_size())
+        check_fits(collective, name, folder, **options)
 
 
 @pytest.mark.parametrize(("name", "accumulated"), all_or_each(product(["horovod", "xla"], [1, 2])))
 def test_training_over_another_library(pool: Pool, tmp_path: Path, name: str, accumulated: int) -> None:
     """27 samples in batches of 4: three ranks have 3, 2 and 2 batches. The fit resumes from a checkpoint."""
-    options = {"accumulate_grad_batches": accumulated}
-    (two, _), (three, loss) = alone(options, 2), alone(options, 3)
-    results = pool.run(over, name, tmp_path, options, ranks=3)
-    for found, resumed, val_loss in results:
-        assert_same({each: found[each] for each in two}, two, TOLERANCE)
-        assert_same({each: resumed[each] for each in three}, three, TOLERANCE)
-        assert val_loss == pytest.approx(loss)
-        assert_same(found, results[0][0], 0.0)
+    pool.run(over, name, tmp_path, {"accumulate_grad_batches": accumulated}, ranks=3)
 
 
 class OwnBlock(Strategy):

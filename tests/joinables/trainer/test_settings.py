@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,3 +33,16 @@ def captured() -> dict[str, Any]:
 def test_workers_have_the_settings_of_the_caller(changed: None) -> None:
     here: dict[str, Any] = settings.capture()
     assert Launcher(2, start_method="forkserver").launch(captured) == here
+
+
+def test_reading_a_setting_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.9, where even the default of this setting is read with a warning."""
+
+    def warns() -> str:
+        warnings.warn("Please use the new API settings", stacklevel=2)
+        return "highest"
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", warns)
+    found: dict[str, Any] = settings.capture()
+    assert found["float32_matmul_precision"] == "highest"
+    settings.restore(found)

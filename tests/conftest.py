@@ -16,7 +16,7 @@ from typing_extensions import override
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.ending import Ending
-from tests.harness import ALL, NIGHT, Pool
+from tests.harness import ALL, NIGHT, Pool, a_third
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -40,6 +40,9 @@ TOGETHER = (
     "tests/join/failure/test_stopped.py",
     "tests/joinables/test_dummy_forward.py",
     "tests/docs/test_site.py",
+    "tests/joinables/test_explain.py",
+    "tests/test_errors.py",
+    "tests/test_house.py",
     "tests/test_readme.py::test_tracebacks",
     METRICS := "tests/joinables/metrics/",
 )
@@ -60,17 +63,36 @@ class Scheduling(LoadScopeScheduling):
 LONG = (
     "tests/joinables/trainer/",
     "tests/worlds/",
-    *(f"tests/test_{name}.py" for name in ("scripts", "wheel", "package", "readme", "house", "mutants", "errors")),
+    *(f"tests/test_{name}.py" for name in ("scripts", "wheel", "package", "readme", "mutants")),
 )
 """Tests that take or wait for seconds: were they the last ones, workers would run out of others to run beside them."""
+
+WHOLE = (
+    "tests/dropin/",
+    "tests/joinables/ddp/test_exact.py",
+    "tests/joinables/ddp/test_ways_of_losses.py",
+    "tests/joinables/test_random.py",
+)
+"""Tests of which ``make test`` runs each case that it has: what most of this project is for."""
+
+
+def without_most_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """These tests, with a third of the cases of each that runs on processes."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        starts = "ending" in getattr(item, "fixturenames", ()) and not item.nodeid.startswith(WHOLE)
+        cases.setdefault(item.nodeid.partition("[")[0] if starts else item.nodeid, []).append(item)
+    chosen = {item for each in cases.values() for item in a_third(each)}
+    return [item for item in items if item in chosen]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not NIGHT and not any("::" in arg for arg in config.args):
         marks = ("at_night",) if ALL else ("at_night", "in_test_all")
-        left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        chosen = [item for item in items if not any(item.get_closest_marker(mark) for mark in marks)]
+        chosen = chosen if ALL else without_most_cases(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     if "PYTEST_XDIST_WORKER" in os.environ:
         long = [item for item in items if item.nodeid.startswith(LONG)]
         short = [item for item in items if not item.nodeid.startswith(LONG)]

@@ -16,7 +16,7 @@ from typing_extensions import override
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.ending import Ending
-from tests.harness import ALL, NIGHT, Pool, a_third
+from tests.harness import ALL, NIGHT, Pool
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -76,13 +76,16 @@ WHOLE = (
 """Tests of which ``make test`` runs each case that it has: what most of this project is for."""
 
 
-def without_most_cases(items: list[pytest.Item]) -> list[pytest.Item]:
-    """These tests, with a third of the cases of each that runs on processes."""
+def with_a_third(items: list[pytest.Item]) -> list[pytest.Item]:
+    """These tests, with a third of the cases of each that uses processes, from the first to the last; at least two."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        starts = "ending" in getattr(item, "fixturenames", ()) and not item.nodeid.startswith(WHOLE)
-        cases.setdefault(item.nodeid.partition("[")[0] if starts else item.nodeid, []).append(item)
-    chosen = {item for each in cases.values() for item in a_third(each)}
+        is_whole = "ending" not in getattr(item, "fixturenames", ()) or item.nodeid.startswith(WHOLE)
+        cases.setdefault(item.nodeid if is_whole else item.nodeid.partition("[")[0], []).append(item)
+    chosen: set[pytest.Item] = set()
+    for each in cases.values():
+        count = max(2, -(-len(each) // 3))
+        chosen |= {each[at * (len(each) - 1) // (count - 1)] for at in range(count)}
     return [item for item in items if item in chosen]
 
 
@@ -90,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not NIGHT and not any("::" in arg for arg in config.args):
         marks = ("at_night",) if ALL else ("at_night", "in_test_all")
         chosen = [item for item in items if not any(item.get_closest_marker(mark) for mark in marks)]
-        chosen = chosen if ALL else without_most_cases(chosen)
+        chosen = chosen if ALL else with_a_third(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
     if "PYTEST_XDIST_WORKER" in os.environ:

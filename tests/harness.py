@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -89,12 +89,6 @@ def all_or_each(rows: Iterable[T], parts_of: Callable[[T], Parts] = parts_in, to
 def first_and_last(epochs: Epochs) -> Epochs:
     """All epochs at night, or those two: state goes from one to the next, and another rank has no data."""
     return epochs if NIGHT or len(epochs) < 3 else (epochs[0], epochs[-1])
-
-
-def a_third(cases: Sequence[T]) -> list[T]:
-    """A third of them, from the first to the last, and at least two."""
-    count = max(2, -(-len(cases) // 3))
-    return list(dict.fromkeys(cases[at * (len(cases) - 1) // (count - 1)] for at in range(count)))
 
 
 def cases_that_run(request: pytest.FixtureRequest, name: str) -> list[Any]:

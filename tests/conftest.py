@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +40,9 @@ TOGETHER = (
     "tests/join/failure/test_stopped.py",
     "tests/joinables/test_dummy_forward.py",
     "tests/docs/test_site.py",
+    "tests/joinables/test_explain.py",
+    "tests/test_errors.py",
+    "tests/test_house.py",
     "tests/test_readme.py::test_tracebacks",
     METRICS := "tests/joinables/metrics/",
 )
@@ -62,17 +63,39 @@ class Scheduling(LoadScopeScheduling):
 LONG = (
     "tests/joinables/trainer/",
     "tests/worlds/",
-    *(f"tests/test_{name}.py" for name in ("scripts", "wheel", "package", "readme", "house", "mutants", "errors")),
+    *(f"tests/test_{name}.py" for name in ("scripts", "wheel", "package", "readme", "mutants")),
 )
 """Tests that take or wait for seconds: were they the last ones, workers would run out of others to run beside them."""
+
+WHOLE = (
+    "tests/dropin/",
+    "tests/joinables/ddp/test_exact.py",
+    "tests/joinables/ddp/test_ways_of_losses.py",
+    "tests/joinables/test_random.py",
+)
+"""Tests of which ``make test`` runs each case that it has: what most of this project is for."""
+
+
+def with_a_third(items: list[pytest.Item]) -> list[pytest.Item]:
+    """These tests, with a third of the cases of each that uses processes, from the first to the last; at least two."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        is_whole = "ending" not in getattr(item, "fixturenames", ()) or item.nodeid.startswith(WHOLE)
+        cases.setdefault(item.nodeid if is_whole else item.nodeid.partition("[")[0], []).append(item)
+    chosen: set[pytest.Item] = set()
+    for each in cases.values():
+        count = max(2, -(-len(each) // 3))
+        chosen |= {each[at * (len(each) - 1) // (count - 1)] for at in range(count)}
+    return [item for item in items if item in chosen]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not NIGHT and not any("::" in arg for arg in config.args):
         marks = ("at_night",) if ALL else ("at_night", "in_test_all")
-        left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        chosen = [item for item in items if not any(item.get_closest_marker(mark) for mark in marks)]
+        chosen = chosen if ALL else with_a_third(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     if "PYTEST_XDIST_WORKER" in os.environ:
         long = [item for item in items if item.nodeid.startswith(LONG)]
         short = [item for item in items if not item.nodeid.startswith(LONG)]
@@ -103,13 +126,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 
 @pytest.fixture(scope="session")
-def server() -> None:
+def ending() -> Iterator[Ending]:
+    ending = Ending()
+    yield ending
+    ending.close()
+
+
+@pytest.fixture(scope="session")
+def server(ending: Ending) -> None:
     """multiprocessing's forkserver, with everything imported.
 
     It starts before any test has a folder of its own for temporary files, in which the server's socket would be.
     """
-    multiprocessing.set_forkserver_preload(["tests.preloaded"])
-    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
@@ -129,13 +157,6 @@ def equals_one_process(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
     monkeypatch.setattr(testing, "run_ranks", run)
     return testing.assert_equals_one_process
-
-
-@pytest.fixture(scope="session")
-def ending() -> Iterator[Ending]:
-    ending = Ending()
-    yield ending
-    ending.close()
 
 
 @pytest.fixture

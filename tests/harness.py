@@ -91,6 +91,12 @@ def first_and_last(epochs: Epochs) -> Epochs:
     return epochs if NIGHT or len(epochs) < 3 else (epochs[0], epochs[-1])
 
 
+def cases_that_run(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """What a parameter is in the tests of this file that run, in their order."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    return [item.callspec.params[name] for item in items if name in item.fixturenames]
+
+
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 SIZE = 4

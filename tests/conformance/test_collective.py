@@ -30,7 +30,7 @@ from join.collectives.board import LocalBoard
 from tests.conformance.collective_suite import conforms, fails, operates, times_out
 from tests.conformance.own_collective import OverStore
 from tests.ending import Ending
-from tests.harness import Pool, all_or_each
+from tests.harness import Pool, all_or_each, in_test_all
 from tests.join.counter import Counter
 
 RANKS = 3
@@ -45,7 +45,7 @@ def test_a_collective_of_one_rank_goes_to_other_processes() -> None:
     pickle.loads(pickle.dumps(SingleCollective())).barrier()
 
 
-@pytest.mark.parametrize("ranks", [1, RANKS, 16])
+@pytest.mark.parametrize("ranks", [1, RANKS, pytest.param(16, marks=in_test_all)])
 def test_threads(ranks: int) -> None:
     run_threads(ranks, conforms)
 
@@ -181,6 +181,7 @@ def test_ranks_of_one_process_share_no_memory() -> None:
     run_threads(RANKS, lambda thread: rank_main(store, thread.rank))
 
 
+@in_test_all
 def test_own_in_processes(pool: Pool) -> None:
     pool.run(in_processes, operates, ranks=RANKS)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import ALL, NIGHT, at_night
+from tests.harness import ALL, NIGHT, at_night, in_test_all
 from tests.worlds.programs import BESIDE, ENDS, LETTERS
 from tests.worlds.reached import Reached
 from tests.worlds.scheduler import THREADING as threads
@@ -62,6 +62,7 @@ def test_programs_with_letters_beside_the_kept_ones_end_right() -> None:
                 assert now.kind in (("ok",) if pair in alike else RIGHT), f"{pair} over {over}: {now}"
 
 
+@in_test_all
 def test_who_runs_next_makes_no_difference() -> None:
     before = {key: verdict for key, verdict in kept().items() if verdict.kind in RIGHT}
     with ready():
@@ -77,6 +78,7 @@ def test_all_programs_end_as_before() -> None:
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
 
 
+@in_test_all
 def test_letters_reach_all_states_and_messages() -> None:
     Scheduler.trace = reached = Reached()
     try:

@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from tests.ending import End, Ending, Running
-from tests.harness import all_or_each, assert_soon, in_quiet
+from tests.harness import all_or_each, assert_soon, cases_that_run, in_quiet
 from tests.join.failure.cells import FAILS, HOWS, MODES, OWN, Cell, exists, fit, main
 
 SECONDS = 10.0  # that the others may take
@@ -48,12 +47,7 @@ def start(ending: Ending, cell: Cell) -> Running:
 @pytest.mark.parametrize("cell", all_or_each(CELLS, Cell._asdict, together=2), ids=str)
 def test_end(request: pytest.FixtureRequest, ending: Ending, started: dict[Cell, Running], cell: Cell) -> None:
     """The cells of the next tests are started with this one: most of what they do is to wait."""
-    coming = [
-        cast("Cell", item.callspec.params["cell"])
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == request.node.originalname
-        if item.path == request.path
-    ]
+    coming = cases_that_run(request, "cell")
     for each in coming[(at := coming.index(cell)) : at + AT_ONCE]:
         if each not in started:
             started[each] = start(ending, each)

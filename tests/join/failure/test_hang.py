@@ -13,6 +13,7 @@ from join import JoinTimeoutError
 from tests import hangs
 from tests.ending import Ending, Running
 from tests.explained import ends_once_explained
+from tests.harness import cases_that_run
 from tests.training import build
 
 AT_THE_END = r"waits for the others at the end of the block \(hangs\.py:\d+, in \w+\)"
@@ -81,12 +82,12 @@ CASES: list[Hang] = [(loop, False) for loop in HANGS] + [(loop, True) for loop i
 
 
 @pytest.fixture(scope="module")
-def started(ending: Ending) -> Iterator[Callable[[Hang], Running]]:
+def started(request: pytest.FixtureRequest, ending: Ending) -> Iterator[Callable[[Hang], Running]]:
     """Several at once: most of what they do is to wait."""
-    running = dict[Hang, Running]()
+    running, cases = dict[Hang, Running](), cases_that_run(request, "case")
 
     def start(case: Hang) -> Running:
-        for each in CASES[CASES.index(case) :][:3]:
+        for each in cases[cases.index(case) :][:3]:
             if each not in running:
                 running[each] = ending.start(hang, each[0], ranks=4, over_group=each[1], tidies=False, limit=50)
         return running.pop(case)

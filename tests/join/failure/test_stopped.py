@@ -17,6 +17,7 @@ from join import Join
 from join.collectives import TorchCollective, base
 from join.protocol.channel import Lockstep
 from tests.ending import Ending, Running
+from tests.harness import cases_that_run
 from tests.meeting import store_file
 from tests.shorter import using
 from tests.training import batch, build
@@ -73,11 +74,11 @@ SLOW: dict[Stop, float] = {("copy", False, 5.0): 6.0, ("copy", True, 5.0): 6.0}
 
 
 @pytest.fixture(scope="module")
-def started(ending: Ending) -> Iterator[dict[Stop, Running]]:
+def started(request: pytest.FixtureRequest, ending: Ending) -> Iterator[dict[Stop, Running]]:
     """All at once: most of what they do is to wait."""
     running = dict[Stop, Running]()
-    for stop, seconds in {**dict.fromkeys(STOPS, NEVER), **SLOW}.items():
-        place, over_group, timeout = stop
+    for stop in cases_that_run(request, "stop"):
+        (place, over_group, timeout), seconds = stop, SLOW.get(stop, NEVER)
         how = (timeout, seconds, 2.0 if seconds == NEVER else 30.0)
         running[stop] = ending.start(arriving, place, *how, over_group=over_group, tidies=False, limit=40)
     yield running

@@ -54,7 +54,7 @@ def test_what_a_killed_writer_leaves(tmp_path: Path) -> None:
 
 
 def write_often(path: Path, number: int) -> None:
-    for _ in range(15):
+    for _ in range(5):
         write_checkpoint({"number": number, "data": torch.full((300_000 * (number + 1),), number)}, path)
 
 

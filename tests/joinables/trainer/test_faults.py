@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from joinables.trainer import Callback, CSVLogger, NotPicklable, Trainer, TrainModule
 from tests.ending import Ending
-from tests.harness import Pool
+from tests.harness import Pool, in_test_all
 from tests.joinables.trainer.modules import FEATURES, Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
@@ -244,7 +244,7 @@ def resumes(rank: int, folder: Path, workers: int) -> Any:
     return int(data.read.sum()), same
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=in_test_all), 2])
 def test_resuming_skips_indices_and_reads_no_sample_again(ending: Ending, tmp_path: Path, workers: int) -> None:
     assert resumes(0, tmp_path, workers) == (60 - 16, True)
     found = ending.run(resumes, tmp_path, workers, ranks=3)

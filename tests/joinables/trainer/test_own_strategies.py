@@ -16,7 +16,7 @@ import torch.distributed as dist
 from joinables.processes import run
 from joinables.trainer import Strategy, Trainer
 from tests.conformance.fakes import over_horovod, over_xla
-from tests.harness import Pool, all_or_each
+from tests.harness import Pool, all_or_each, in_test_all
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.other_library import OPTIONS, check_fits
 from tests.joinables.trainer.ranks import free_port, trainer
@@ -144,6 +144,7 @@ def parent(node: int, port: int, folder: Path) -> Any:
     return module.ranks, flat_state(module.state_dict()), fits.global_step, len(outputs), fits.global_rank
 
 
+@in_test_all
 def test_two_nodes(tmp_path: Path, server: None) -> None:
     """Two parents on one machine; each gets the output of its first rank."""
     single = Home()

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Generator, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +128,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 
 @pytest.fixture(scope="session")
-def ending() -> Iterator[Ending]:
-    ending = Ending()
-    yield ending
-    ending.close()
-
-
-@pytest.fixture(scope="session")
-def server(ending: Ending) -> None:
+def server() -> None:
     """multiprocessing's forkserver, with everything imported.
 
     It starts before any test has a folder of its own for temporary files, in which the server's socket would be.
     """
+    multiprocessing.set_forkserver_preload(["tests.preloaded"])
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
@@ -157,6 +154,13 @@ def equals_one_process(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
     monkeypatch.setattr(testing, "run_ranks", run)
     return testing.assert_equals_one_process
+
+
+@pytest.fixture(scope="session")
+def ending() -> Iterator[Ending]:
+    ending = Ending()
+    yield ending
+    ending.close()
 
 
 @pytest.fixture

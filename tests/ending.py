@@ -28,12 +28,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
 from typing_extensions import override
 
 from tests.harness import ALL
@@ -166,21 +163,11 @@ class Forks:
 
 
 class Ending(Forks):
-    """A process that has imported everything, and is forked for each rank, and for multiprocessing's forkserver."""
+    """A process that has imported everything, and is forked for each rank."""
 
     def __init__(self) -> None:
         super().__init__(Path(tempfile.mkdtemp(prefix="ending-")))
-        forkserver.set_forkserver_preload(["tests.preloaded"])
-        resource_tracker.ensure_running()  # which the forkserver would start first, in the same way
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(util, "spawnv_passfds", self._spawn)
-            forkserver.ensure_running()
-
-    def _spawn(self, _: object, arguments: list[str], fds: list[int]) -> int:
-        """Start the process, with the code of the server that multiprocessing would start."""
-        command = [sys.executable, "-m", "tests.ending", str(self.folder), arguments[-1]]
-        self._process = subprocess.Popen(command, pass_fds=fds)
-        return self._process.pid
+        self._process = subprocess.Popen([sys.executable, "-m", "tests.ending", str(self.folder)])
 
     @override
     def pause(self) -> None:
@@ -387,9 +374,6 @@ def main() -> None:
 
     importlib.import_module("tests.preloaded")
 
-    if len(sys.argv) > 2 and os.fork() == 0:
-        sys.modules["__main__"] = ModuleType("__main__")  # as that of `python -c`, which has no file
-        return exec(sys.argv[2], {})
     torch.set_num_threads(1)
     served = _serve(Path(sys.argv[1]))
     if served is not None:

@@ -87,7 +87,7 @@ test-gpu: .venv/.test-installed
 
 SOAK ?= 500
 soak: .venv/.test-installed
-	SOAK=$(SOAK) $(PYTEST) -o faulthandler_timeout=0 tests/joinables/test_random.py tests/joinables/test_random_blocks.py
+	SOAK=$(SOAK) TESTS=all $(PYTEST) -o faulthandler_timeout=0 tests/joinables/test_random.py tests/joinables/test_random_blocks.py
 	TESTS=night $(BIN)/python -m pytest tests/join/failure/test_ends.py
 
 # FRAMEWORKS=old: releases of the autumn of 2025, about the oldest that are supported (tests/integrations/old.txt).

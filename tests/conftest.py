@@ -72,6 +72,7 @@ LONG = (
 WHOLE = (
     "tests/dropin/",
     "tests/joinables/ddp/test_exact.py",
+    "tests/joinables/ddp/test_loops.py",
     "tests/joinables/ddp/test_ways_of_losses.py",
     "tests/joinables/test_random.py",
 )
@@ -82,7 +83,7 @@ def with_a_third(items: list[pytest.Item]) -> list[pytest.Item]:
     """These tests, with a third of the cases of each that uses processes, from the first to the last; at least two."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        is_whole = "ending" not in getattr(item, "fixturenames", ()) or item.nodeid.startswith(WHOLE)
+        is_whole = {"ending", "server"}.isdisjoint(getattr(item, "fixturenames", ())) or item.nodeid.startswith(WHOLE)
         cases.setdefault(item.nodeid if is_whole else item.nodeid.partition("[")[0], []).append(item)
     chosen: set[pytest.Item] = set()
     for each in cases.values():
@@ -96,7 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marks = ("at_night",) if ALL else ("at_night", "in_test_all")
         chosen = [item for item in items if not any(item.get_closest_marker(mark) for mark in marks)]
         chosen = chosen if ALL else with_a_third(chosen)
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        kept = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = chosen
     if "PYTEST_XDIST_WORKER" in os.environ:
         long = [item for item in items if item.nodeid.startswith(LONG)]

@@ -1035,7 +1035,8 @@ MUTANTS = [
     Mutant(
         "joinables/trainer/launch.py",
         "            _serve_beside(self._node)\n",
-        "            store = self._node.address and dist.TCPStore(*self._node.address, is_master=0 in ranks)\n",
+        "            kept = self._node.address and dist.TCPStore(*self._node.address, is_master=0 in ranks)\n"
+        "            cast('Any', _servers)[0] = kept\n",
         "tests/joinables/trainer/test_own_strategies.py::test_two_nodes",
     ),
     Mutant(

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any, cast
 
 import torch
@@ -255,13 +255,17 @@ def expect_backward(ddp: DistributedDataParallel, outputs: Sequence[torch.Tensor
     ddp.reducer.prepare_for_backward(list(outputs) if find_unused else [])
 
 
-def has_finished(ddp: DistributedDataParallel) -> bool:
-    """Return whether the reducer has reduced all expected gradients.
+check_finished: Callable[[Any], None] = methodcaller("_check_reducer_finalized")
+"""Raise a ``RuntimeError`` unless a reducer has reduced all expected gradients.
 
-    Replaces the check that DDP makes in its next forward, which the last backward lacks.
-    """
+Replaces the check that DDP makes in its next forward, which the last backward lacks.
+"""
+
+
+def has_finished(ddp: DistributedDataParallel) -> bool:
+    """Return whether the reducer has reduced all expected gradients."""
     try:
-        ddp.reducer._check_reducer_finalized()
+        check_finished(ddp.reducer)
     except RuntimeError:
         return False
     return True

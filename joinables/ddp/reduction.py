@@ -503,8 +503,11 @@ class GradientSync(DDPBurst):
         Raises:
             JoinError: If the reducer still waits for gradients.
         """
-        if leads and not reducer.has_finished(self._ddp):
-            self._raise_unfinished()
+        if leads:
+            try:
+                reducer.check_finished(self._ddp.reducer)
+            except RuntimeError:
+                self._raise_unfinished()
         leaves_unused = self._ddp.find_unused_parameters or self._ddp.static_graph
         touched = reducer.used_anywhere(self._ddp) if leaves_unused else None
         if touched is not None:

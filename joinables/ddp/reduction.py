@@ -339,11 +339,7 @@ class GradientSync(DDPBurst):
             call.at_end.append(partial(self._remember_writes, window))
             return
         if self._ddp.static_graph and reducer.first_static_backward(self._ddp):
-            raise JoinError(
-                f"A loss in {self.join_name} does not depend on the output of its forward. With static_graph=True, DDP"
-                " reduces no gradients then, inside and outside of Join. Compute the loss from the output, or build the"
-                " module without static_graph. [J803]"
-            )
+            self._raise_not_from_output()
         if not backward.is_armed:  # a second backward, whose gradients DDP itself would not reduce
             reducer.expect_backward(self._ddp, forwards.outputs)
         backward.mean = mean
@@ -458,6 +454,13 @@ class GradientSync(DDPBurst):
 
     def _remember_writes(self, window: Window) -> None:
         window.writes = writes_to(parameter.grad for parameter in self._parameters)
+
+    def _raise_not_from_output(self) -> NoReturn:
+        raise JoinError(
+            f"A loss in {self.join_name} does not depend on the output of its forward. With static_graph=True, DDP"
+            " reduces no gradients then, inside and outside of Join. Compute the loss from the output, or build the"
+            " module without static_graph. [J803]"
+        )
 
     def _raise_unfinished(self) -> NoReturn:
         raise JoinError(

@@ -32,8 +32,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "if self._ddp.static_graph and reducer.first_static_backward(self._ddp):\n            raise",
-        "if False:\n            raise",
+        "            self._raise_not_from_output()\n",
+        "            pass\n",
         "tests/joinables/ddp/test_static_graph.py::test_a_loss_that_does_not_come_from_the_outputs",
     ),
     Mutant(

@@ -59,7 +59,7 @@ test-all: .venv/.test-installed
 	TESTS=all $(PYTEST)
 
 test-night: .venv/.test-installed
-	TESTS=night $(PYTEST)
+	TESTS=night $(PYTEST) -o faulthandler_timeout=0
 
 test-quiet: .venv/.test-installed
 	QUIET=1 TESTS=all $(BIN)/python -m pytest -m in_quiet

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -80,7 +81,10 @@ WHOLE = (
 
 
 def with_a_third(items: list[pytest.Item]) -> list[pytest.Item]:
-    """These tests, with a third of the cases of each that uses processes, from the first to the last; at least two."""
+    """These tests, with a third of the cases of each that uses processes, from the first to the last.
+
+    At least two remain, and one with each value of a parameter that has three at most.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         is_whole = {"ending", "server"}.isdisjoint(getattr(item, "fixturenames", ())) or item.nodeid.startswith(WHOLE)
@@ -88,10 +92,23 @@ def with_a_third(items: list[pytest.Item]) -> list[pytest.Item]:
     chosen: set[pytest.Item] = set()
     for each in cases.values():
         count = max(2, -(-len(each) // 3))
-        chosen |= {each[at * (len(each) - 1) // (count - 1)] for at in range(count)}
+        spread = [each[at * (len(each) - 1) // (count - 1)] for at in range(count)]
+        options = {item: {(name, str(value)) for name, value in params_of(item).items()} for item in each}
+        numbers = Counter(name for name, _ in set[tuple[str, str]]().union(*options.values()))
+        seen = set[tuple[str, str]]()
+        for item in (*spread, *each):
+            few = {option for option in options[item] if numbers[option[0]] <= 3}
+            if item in spread or not few <= seen:
+                chosen.add(item)
+                seen |= few
     return [item for item in items if item in chosen]
 
 
+def params_of(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+
+
+@pytest.hookimpl(trylast=True)  # a third of the cases that -k leaves
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not NIGHT and not any("::" in arg for arg in config.args):
         marks = ("at_night",) if ALL else ("at_night", "in_test_all")

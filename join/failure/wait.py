@@ -208,7 +208,7 @@ def placed(progress: Progress, thread: int) -> Progress:
     return progress._replace(place=f"{place} ({line})" if line else place, kind=kind, call=call)
 
 
-_reading = threading.Lock()  # of frames: one thread would enable the collection while another one reads
+_reading = threading.RLock()  # of frames: one thread would enable the collection while another one reads
 os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
 
 

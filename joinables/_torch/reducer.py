@@ -272,10 +272,10 @@ def has_finished(ddp: DistributedDataParallel) -> bool:
 
 
 def first_static_backward(ddp: DistributedDataParallel) -> bool:
-    """Return whether no gradient has entered outputs of a module with ``static_graph`` in a synchronised backward.
+    """Return whether no gradient has entered an output of a module with ``static_graph`` yet.
 
-    In the first one, the reducer counts how often the gradient of each parameter arrives, and reduces everything at the
-    end.
+    In the first backward, the reducer counts how often the gradient of each parameter arrives, and reduces everything
+    at the end.
     """
     return not ddp._static_graph_delay_allreduce_enqueued
 

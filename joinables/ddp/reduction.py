@@ -339,7 +339,7 @@ class GradientSync(DDPBurst):
             call.at_end.append(partial(self._remember_writes, window))
             return
         if self._ddp.static_graph and reducer.first_static_backward(self._ddp):
-            self._raise_not_from_output()
+            call.at_end.append(self._check_graph)  # a gradient may reach a parameter ahead of the output
         if not backward.is_armed:  # a second backward, whose gradients DDP itself would not reduce
             reducer.expect_backward(self._ddp, forwards.outputs)
         backward.mean = mean
@@ -455,12 +455,14 @@ class GradientSync(DDPBurst):
     def _remember_writes(self, window: Window) -> None:
         window.writes = writes_to(parameter.grad for parameter in self._parameters)
 
-    def _raise_not_from_output(self) -> NoReturn:
-        raise JoinError(
-            f"A loss in {self.join_name} does not depend on the output of its forward. With static_graph=True, DDP"
-            " reduces no gradients then, inside and outside of Join. Compute the loss from the output, or build the"
-            " module without static_graph. [J803]"
-        )
+    def _check_graph(self) -> None:
+        """Check at the end of the first backward of a module with ``static_graph`` that DDP has learnt its graph."""
+        if reducer.first_static_backward(self._ddp):
+            raise JoinError(
+                f"No gradient has reached the output of the forward in {self.join_name}. With static_graph=True, DDP"
+                " reduces nothing then, inside and outside of Join. Compute the loss from tensors that the forward"
+                " returns, alone or in lists, tuples and dicts, or build the module without static_graph. [J803]"
+            )
 
     def _raise_unfinished(self) -> NoReturn:
         raise JoinError(

@@ -112,4 +112,44 @@ def test_a_loss_that_does_not_come_from_the_outputs(ending: Ending, counts: tupl
     *active, last = ending.run(hidden, counts, in_loop)
     assert "[J803]" in last if counts[-1] else "[J802]" in last or "[J803]" in last  # which of the ranks is the first
     for text in active:
-        assert "does not depend on the output of its forward" in text or "[J802]" in last
+        assert "No gradient has reached the output of the forward" in text or "[J802]" in last
+
+
+class Beside(nn.Module):
+    """A learned weight of the loss, which the forward does not use, so that its gradient comes ahead of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.weight = nn.Linear(4, 1), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+    def loss(self, output: torch.Tensor) -> torch.Tensor:
+        return (output * torch.exp(-self.weight) + self.weight).sum()
+
+
+def train_beside(rank: int, in_loop: bool) -> list[torch.Tensor]:
+    module = Beside()
+    model = DistributedDataParallel(module, static_graph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model, optimizer], divide_by_initial_world_size=False) as join:
+        rows = [inputs(rank, step) for step in range(2)]
+        for x in join.iterate(rows) if in_loop else rows:
+            optimizer.zero_grad()
+            module.loss(model(x)).backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_a_parameter_whose_gradient_comes_ahead_of_the_output(pool: Pool, in_loop: bool) -> None:
+    alone = Beside()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        torch.stack([alone.loss(alone(inputs(rank, step))) for rank in range(3)]).mean().backward()
+        optimizer.step()
+    for found in pool.run(train_beside, in_loop):
+        torch.testing.assert_close(found, [each.detach() for each in alone.parameters()], atol=TOLERANCE, rtol=0)

@@ -409,7 +409,6 @@ class DDPStrategy(Strategy):
             self.report = JoinReport()
             yield
             return
-        enable = enable or self.timeout is not None  # a block that does nothing has no timeout
         known = set(map(id, reducer.parameters(self.ddp)))
         join = Join(
             [self.ddp, *listed, self],

@@ -102,13 +102,7 @@ MUTANTS = [
         "joinables/trainer/strategy.py",
         " and not reducer.has_finished(self.ddp):",
         " and False:",
-        FREEZING + "test_a_change_that_the_wrapper_cannot_follow",
-    ),
-    Mutant(
-        "joinables/trainer/strategy.py",
-        "enable or self.timeout is not None",
-        "enable",
-        LOOP + "test_the_timeout_holds_whatever_the_data[even]",
+        FREEZING + "test_parameters_that_the_loss_does_not_reach",
     ),
     Mutant(
         "joinables/trainer/strategy.py",

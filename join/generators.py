@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import random
 import sys
+import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +37,12 @@ KINDS = ("python", "torch", "accelerator", "numpy")
 _SIZE_OF_MT19937 = 4 * 625  # bytes: 624 numbers, and the position in them
 _logger = logging.getLogger("join")
 
+# While torch reads a state, it holds the generator's mutex, and makes a Python object. Before Python 3.12 this may
+# collect garbage, so that another thread runs. If that thread reads the state, too, it waits for the mutex with the
+# GIL, and the process hangs for good.
+_reading = threading.RLock()
+os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
+
 
 def used_accelerator() -> Any:
     """Return torch's module of the accelerator, such as ``torch.cuda``, or ``None`` if this process has not used it."""
@@ -45,7 +53,8 @@ def used_accelerator() -> Any:
 
 def capture() -> dict[str, Any]:
     """Return the state of all generators as plain data and tensors; cheap enough for every step."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    with _reading:
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (module := used_accelerator()) is not None:
         state["accelerator"] = module.get_rng_state()
     if "numpy" in sys.modules:
@@ -70,7 +79,9 @@ def restore(state: Mapping[str, Any]) -> None:
 def digests_of_generators() -> list[int]:
     """Return a digest of 32 bits of each state, 0 for a generator that is not there. This takes 50 microseconds."""
     version, numbers, gauss = random.getstate()
-    found = [crc32(array("I", numbers), crc32(repr((version, gauss)).encode())), _crc_of(torch.get_rng_state()), 0, 0]
+    with _reading:
+        state = torch.get_rng_state()
+    found = [crc32(array("I", numbers), crc32(repr((version, gauss)).encode())), _crc_of(state), 0, 0]
     if (module := used_accelerator()) is not None:
         found[2] = _crc_of(module.get_rng_state())
     if "numpy" in sys.modules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -139,3 +140,24 @@ def test_every_draw_of_numpy_is_seen() -> None:
         before = after
     numpy.random.seed(0)
     assert generators.digests_of_generators()[:3] == before[:3]
+
+
+def test_threads_read_states_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks as threads hung: one held the generator's mutex of torch, and another one waited for it with the GIL."""
+    real, at_once, reads = torch.get_rng_state, list[bool](), threading.Barrier(4)
+
+    def slow() -> torch.Tensor:
+        try:
+            reads.wait(0.1)  # until all threads are here, if nothing keeps them apart
+            at_once.append(True)
+        except threading.BrokenBarrierError:
+            at_once.append(False)
+        return real()
+
+    monkeypatch.setattr(torch, "get_rng_state", slow)
+    threads = [threading.Thread(target=call) for call in (generators.digests_of_generators, generators.capture) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert at_once == [False] * 4

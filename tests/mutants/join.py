@@ -840,6 +840,12 @@ MUTANTS = [
         "tests/join/failure/test_watch.py::test_a_store_that_another_group_keeps_may_go",
     ),
     Mutant(
+        "join/generators.py",
+        "    with _reading:\n        state = torch",
+        "    if True:\n        state = torch",
+        "tests/join/test_generators_of_ranks.py::test_threads_read_states_one_after_the_other",
+    ),
+    Mutant(
         "join/failure/wait.py",
         "return progress if is_asked or is_news else None",
         "return progress if is_asked else None",

@@ -35,7 +35,7 @@ LIMITS = {
     ("step", "norm"): (39, 11, 26),
     ("step", "weighed"): (47, 13, 30),
     ("exit", ""): (311, 26, 149),
-    ("exit", "norm"): (419, 28, 190),
+    ("exit", "norm"): (417, 28, 193),
     ("exit", "weighed"): (333, 27, 162),
     ("step with data", ""): (37, 14, 24),
     ("step with data", "norm"): (43, 15, 28),

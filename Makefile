@@ -42,7 +42,7 @@ demo: .venv/.demo-installed
 JOBS ?= 3
 # Or each of the processes that tests start would compile all code anew.
 unexport PYTHONDONTWRITEBYTECODE
-PYTEST := $(BIN)/python -m pytest -n $(JOBS)
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart=0
 
 # Tests that most changes leave alone: make test leaves them to make test-all, and to targets of their own.
 HOSTS := tests/two_hosts

@@ -281,20 +281,23 @@ _aborted: list[Any] = []  # backends, kept because a later abort is for the grou
 
 
 awaited: WeakSet[threading.Thread] = WeakSet()
-"""Daemon threads that call C++, for which the end of the process waits a little; not those that may never return."""
+"""Daemon threads that call C++, for which the end of the process waits a little."""
+_given_up: WeakSet[threading.Thread] = WeakSet()  # those of them that return soon or never: it waits for a moment
+_MOMENT = 0.5  # seconds
 
 
 @atexit.register
 def wait_for_threads() -> None:
-    """Wait for the threads of this package that call C++, at most for ``TIMEOUTS.note``.
+    """Wait for the threads of this package that call C++, at most for ``TIMEOUTS.note``; half a second if given up.
 
     Before Python 3.14, a thread that returns from such a call while the interpreter shuts down aborts the process
     ("terminate called without an active exception").
     """
-    deadline = time.monotonic() + TIMEOUTS.note
+    began = time.monotonic()
     for thread in list(awaited):
         if thread.is_alive():
-            thread.join(max(0.0, deadline - time.monotonic()))
+            limit = _MOMENT if thread in _given_up else TIMEOUTS.note
+            thread.join(max(0.0, began + limit - time.monotonic()))
 
 
 class Aside:
@@ -338,7 +341,7 @@ class Aside:
         if self._thread.ident is not None:
             self._thread.join(seconds)
         if self._thread.is_alive():
-            awaited.discard(self._thread)  # it was given up
+            _given_up.add(self._thread)
             raise timed_out("a call in a thread", seconds or 0.0)
         for error in self._error:
             raise error

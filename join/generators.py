@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import random
 import sys
-import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +29,7 @@ from zlib import crc32
 import torch
 
 from join.collectives import Collective
+from join.collectives._torch_private import one_reader
 from join.transfer import Exchange
 
 KINDS = ("python", "torch", "accelerator", "numpy")
@@ -39,9 +38,7 @@ _logger = logging.getLogger("join")
 
 # While torch reads a state, it holds the generator's mutex, and makes a Python object. Before Python 3.12 this may
 # collect garbage, so that another thread runs. If that thread reads the state, too, it waits for the mutex with the
-# GIL, and the process hangs for good.
-_reading = threading.RLock()
-os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
+# GIL, and the process hangs for good. So states are read by one thread at a time.
 
 
 def used_accelerator() -> Any:
@@ -53,7 +50,7 @@ def used_accelerator() -> Any:
 
 def capture() -> dict[str, Any]:
     """Return the state of all generators as plain data and tensors; cheap enough for every step."""
-    with _reading:
+    with one_reader:
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (module := used_accelerator()) is not None:
         state["accelerator"] = module.get_rng_state()
@@ -79,7 +76,7 @@ def restore(state: Mapping[str, Any]) -> None:
 def digests_of_generators() -> list[int]:
     """Return a digest of 32 bits of each state, 0 for a generator that is not there. This takes 50 microseconds."""
     version, numbers, gauss = random.getstate()
-    with _reading:
+    with one_reader:
         state = torch.get_rng_state()
     found = [crc32(array("I", numbers), crc32(repr((version, gauss)).encode())), _crc_of(state), 0, 0]
     if (module := used_accelerator()) is not None:

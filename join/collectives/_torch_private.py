@@ -280,6 +280,10 @@ _closed: WeakSet[dist.ProcessGroup] = WeakSet()
 _aborted: list[Any] = []  # backends, kept because a later abort is for the groups that were made since
 
 
+one_reader = threading.RLock()
+"""Held by a thread that reads a state of the interpreter or of torch, which hangs if another thread reads it, too."""
+os.register_at_fork(before=one_reader.acquire, after_in_parent=one_reader.release, after_in_child=one_reader.release)
+
 awaited: WeakSet[threading.Thread] = WeakSet()
 """Daemon threads that call C++, for which the end of the process waits a little."""
 _given_up: WeakSet[threading.Thread] = WeakSet()  # those of them that return soon or never: it waits for a moment

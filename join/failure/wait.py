@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from types import FrameType
 
-from join.collectives._torch_private import started_operations
+from join.collectives._torch_private import one_reader, started_operations
 from join.collectives.board import Board, Progress
 from join.collectives.timeouts import TIMEOUTS
 
@@ -208,10 +208,6 @@ def placed(progress: Progress, thread: int) -> Progress:
     return progress._replace(place=f"{place} ({line})" if line else place, kind=kind, call=call)
 
 
-_reading = threading.RLock()  # of frames: one thread would enable the collection while another one reads
-os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
-
-
 def current_frames() -> dict[int, FrameType]:
     """Return the innermost frame of each thread, as ``sys._current_frames`` does, without collecting garbage meanwhile.
 
@@ -219,7 +215,7 @@ def current_frames() -> dict[int, FrameType]:
     frees a tensor, another thread can run, and wait for the lock while it holds the GIL. Then the process hangs for
     good (python/cpython#106883).
     """
-    with _reading:
+    with one_reader:  # or it would enable the collection while another thread reads
         was_enabled = gc.isenabled()
         gc.disable()
         try:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
@@ -20,7 +18,7 @@ from joinables.trainer import Trainer
 from tests.conformance.collective_suite import CHECKS_OVER_LIBRARY, check_over_library, fails, samples, times_out
 from tests.examples import examples_of
 from tests.joinables.trainer.modules import Classifier, loader
-from tests.joinables.trainer.other_library import OPTIONS, check_fits
+from tests.joinables.trainer.other_library import OPTIONS, check_trainer
 
 HANGS_AFTER_SECONDS = 600
 RATE = 0.1
@@ -131,11 +129,7 @@ def train_by_hand(size: int, divisor: Callable[[list[torch.Tensor]], int]) -> li
 
 
 def the_trainer(collective: Collective) -> None:
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(collective.broadcast_object(own, 0))
-        for accumulated in (1, 2):
-            check_fits(collective, "horovod", folder, accumulate_grad_batches=accumulated)
-            collective.barrier()  # rank 0 removes the folder
+    check_trainer(collective, "horovod")
 
 
 def fails_in_a_fit(collective: Collective) -> None:

@@ -841,7 +841,7 @@ MUTANTS = [
     ),
     Mutant(
         "join/generators.py",
-        "    with _reading:\n        state = torch",
+        "    with one_reader:\n        state = torch",
         "    if True:\n        state = torch",
         "tests/join/test_generators_of_ranks.py::test_threads_read_states_one_after_the_other",
     ),
@@ -1034,8 +1034,8 @@ MUTANTS = [
     ),
     Mutant(
         "join/failure/wait.py",
-        "    with _reading:\n",
-        "    if True:\n",
+        "    with one_reader:",
+        "    if True:",
         "tests/join/failure/test_wait.py::test_threads_that_read_frames_do_not_enable_the_collection_of_each_other",
     ),
     Mutant(

@@ -13,9 +13,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -41,7 +39,7 @@ from tests.conformance.collective_suite import (
 )
 from tests.examples import examples_of
 from tests.joinables.trainer.modules import Classifier, loader
-from tests.joinables.trainer.other_library import OPTIONS, check_fits
+from tests.joinables.trainer.other_library import OPTIONS, check_trainer
 
 HANGS_AFTER_SECONDS = 600
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -106,11 +104,7 @@ def the_page(collective: Collective) -> None:
 
 
 def the_trainer(collective: Collective) -> None:
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(collective.broadcast_object(own, 0))
-        for accumulated in (1, 2):
-            check_fits(collective, "xla", folder, accumulate_grad_batches=accumulated)
-            collective.barrier()  # rank 0 removes the folder
+    check_trainer(collective, "xla")
 
 
 def refuses_the_trainer(_: Collective) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ def alone(ranks: int, epochs: int, options: dict[str, Any]) -> tuple[dict[str, t
     single.fit(module, loader(SAMPLES, BATCH * ranks), loader(9, BATCH))
     state = {name: each for name, each in module.state_dict().items() if "norm" not in name}
     return flat_state(state), single.callback_metrics["val_loss"]
+
+
+def check_trainer(collective: Collective, name: str) -> None:
+    """Check fits over a library's real ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(collective.broadcast_object(own, 0))
+        for accumulated in (1, 2):
+            check_fits(collective, name, folder, accumulate_grad_batches=accumulated)
+            collective.barrier()  # rank 0 removes the folder
 
 
 def check_fits(collective: Collective, name: str, folder: Path, **options: Any) -> None:

@@ -6,6 +6,7 @@ import gc
 import re
 import sys
 import threading
+import time
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -270,7 +271,7 @@ def test_threads_that_read_frames_do_not_enable_the_collection_of_each_other(mon
     def slow() -> dict[int, Any]:
         seen.append(gc.isenabled())
         with suppress(threading.BrokenBarrierError):
-            reads.wait(0.1)  # all threads are here at once, if nothing keeps them apart
+            time.sleep(0.05 * reads.wait(0.1))  # all are here at once, if nothing keeps them apart, and end in turn
         seen.append(gc.isenabled())
         return {}
 

@@ -58,7 +58,7 @@ from join import Join
 
 WORLD_SIZE = 2
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first
-COUNTED_STEPS = 12
+COUNTED_STEPS = 4  # a window of lookahead=4; more events of 5,000 parameters take minutes
 WEIGHTS = (200.0, 256.0)  # of ranks 0 and 1; unequal, so that gradients are multiplied after the reduction
 SETTLING_STEPS = 3  # of a turn; in the first two, ranks exchange additional messages
 _ITEM_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "unsigned char": 1, "bool": 1}
@@ -443,7 +443,7 @@ def main() -> None:
     for case in options.only or list(CASES):
         wanted = ["plain", *(options.way or WAYS)]
         numbers = options.steps, options.rounds
-        limit = 300 + 2.0 * options.rounds
+        limit = 600 + 60.0 * options.rounds  # a round of 5,000 parameters takes half a minute
         launches = [
             run_processes(WORLD_SIZE, measure, case, wanted, *numbers, launch, device=options.device, limit=limit)
             for launch in range(options.launches)

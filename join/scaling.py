@@ -17,12 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from join.batch import Step
 from join.collectives._torch_private import (
@@ -34,13 +33,13 @@ from join.collectives._torch_private import (
     on_gradient,
     once_behind,
     outer_node,
-    remove_last,
     uncompiled,
     will_run,
     writes_to,
 )
 from join.errors import JoinError
 from join.joinable import Joinable
+from join.step_hook import after_step
 
 L = TypeVar("L", bound="torch.Tensor | float")
 
@@ -298,8 +297,7 @@ class WindowAlone:
             is_reduced: Whether DDP reduces the gradients at the end of the backward.
         """
         self.parameters = parameters
-        if not _step_hook:
-            _step_hook.append(register_optimizer_step_post_hook(_end_windows))
+        _watch_steps()
         held = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         if writes_to(held.values()) != self._writes and are_zero(held.values()):
             self.weight = 0.0
@@ -321,17 +319,21 @@ class WindowAlone:
 
 
 _alone: WeakKeyDictionary[Any, WindowAlone] = WeakKeyDictionary()  # by module or optimizer: windows outlast blocks
-_step_hook: list[Any] = []  # the handle of a hook on all optimizers, from a backward to a step
 _shares: dict[int, float] = {}  # of the last backward, by its number: a backward may begin at several scaled losses
 
 
+@cache
+def _watch_steps() -> None:
+    """Let each step of an optimizer end the windows of its parameters, from the first window on."""
+    after_step.add(_end_windows)
+
+
 def _end_windows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for window in _alone.values():
-        if not stepped.isdisjoint(map(id, window.parameters)):
-            window.weight = 0.0
-    if not any(window.weight for window in _alone.values()) and remove_last(_step_hook[0]):
-        _step_hook.clear()
+    if windows := [window for window in _alone.values() if window.weight]:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for window in windows:
+            if not stepped.isdisjoint(map(id, window.parameters)):
+                window.weight = 0.0
 
 
 def _refuse_reentrant(parameters: Sequence[torch.Tensor], before: Writes) -> None:

@@ -29,7 +29,6 @@ from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from join import Join, Joinable, JoinError
@@ -37,6 +36,7 @@ from join.agreement import differences
 from join.collectives._torch_private import pytree
 from join.errors import described
 from join.held import PLAIN, UNFIT, Part
+from join.step_hook import before_step
 from join.transfer import Exchange, Packed, Unfit, broadcast_tensors, numbered, pack, unpack, why_unlike
 from joinables._torch import autograd
 from joinables._torch.reducer import parameters_of_each_rank
@@ -312,7 +312,7 @@ class ModuleState(Loaded):
         super().attach(join)
         self._others = WeakSet[torch.optim.Optimizer]()  # that train other modules
         if self._unreduced:
-            self._handles = [register_optimizer_step_pre_hook(self._check_step)]
+            self._handles = [before_step.add(self._check_step)]
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse a step of an optimizer that is not listed, and trains this module."""

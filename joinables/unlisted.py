@@ -23,12 +23,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from join import Join
-from join.collectives._torch_private import remove_last
 from join.failure.wait import stack_of
+from join.step_hook import after_step
 from joinables._torch.autograd import variable_of
 from joinables._torch.objects import is_scheduled
 from joinables._torch.reducer import held_parameters
@@ -36,7 +35,7 @@ from joinables.adapter import Silent
 from joinables.state import parameters_of, rate_of
 
 _AT_END = 8  # stack level of the user's with statement
-_AT_STEP = 4  # and of the call of an optimizer's step
+_AT_STEP = 5  # and of the call of an optimizer's step
 
 
 class Unlisted(Silent):
@@ -60,7 +59,7 @@ class Unlisted(Silent):
         self._listed = {id(target): target for target in targets}
         optimizers = [target for target in targets if isinstance(target, torch.optim.Optimizer)]
         self._rates = {id(optimizer): rate_of(optimizer.param_groups) for optimizer in optimizers}
-        self._handles = [register_optimizer_step_post_hook(self._after_step)]
+        self._handles = [after_step.add(self._after_step)]
 
     @override
     def detach(self) -> None:
@@ -79,7 +78,7 @@ class Unlisted(Silent):
             if self._channel.place.step.in_loop and not self._channel.scaling.in_use:
                 self._warn_of_unreduced(optimizer)
         if not self._unseen:
-            remove_last(self._handles[0])
+            self._handles[0].remove()
 
     def _warn_of_unreduced(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if an optimizer that trains the module also uses gradients that nothing in the list reduces."""

@@ -151,18 +151,6 @@ RuntimeError if ``torch.autograd.grad`` computes the gradient of the parameter.
 """
 
 
-def remove_last(handle: Any) -> bool:
-    """Remove a hook of all optimizers, in a call of the hook, and return whether that was possible.
-
-    It is if no other hook follows; otherwise the loop over the hooks would raise an exception. Replaces a hook that is
-    called once.
-    """
-    is_last = next(reversed(handle.hooks_dict_ref())) == handle.id
-    if is_last:
-        handle.remove()
-    return is_last
-
-
 Writes = list[tuple[int, tuple[int, int]]]
 
 

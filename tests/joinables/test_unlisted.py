@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from join import Join
 from joinables._torch.objects import zero_redundancy_optimizer
@@ -176,3 +177,25 @@ def test_a_second_module_of_a_loop(pool: Pool, kind: str) -> None:
 @pytest.mark.parametrize(("kind", "way"), [("DistributedDataParallel", "scaled"), ("listed", "")])
 def test_a_second_module_that_is_right(pool: Pool, kind: str, way: str) -> None:
     assert pool.run(of_unlisted_modules, kind, way, ranks=2) == [[], []]
+
+
+def enters_a_block_in_each_step(rank: int) -> int:
+    training, other, calls = Training(), Training(), list[Any]()
+
+    def evaluate(*_: Any) -> None:
+        with Join([other.ddp]) as join:
+            calls.extend(join.iterate(range(rank)))
+
+    evaluate()  # the first block of a process adds the hook
+    handles = [register_optimizer_step_post_hook(hook) for hook in (evaluate, lambda *_: None)]
+    for step in range(2):
+        x, y = batch(rank, 0, step)
+        training.step(((training.ddp(x) - y) ** 2).mean())
+    for handle in handles:
+        handle.remove()
+    return len(calls)
+
+
+def test_a_block_in_a_hook_of_all_optimizers(pool: Pool) -> None:
+    """A block adds a hook, too, and removes it. Rank 0 has no data."""
+    assert pool.run(enters_a_block_in_each_step, ranks=2) == [3, 3]

@@ -724,10 +724,10 @@ MUTANTS = [
     ),
     # -- weights of losses ---------------------------------------------------------------------------------------------
     Mutant(
-        "join/collectives/_torch_private.py",
-        "    if is_last:\n",
-        "    if True:\n",
-        "tests/join/test_alone.py::test_a_step_with_another_hook_of_all_optimizers",
+        "join/step_hook.py",
+        "                register(self._call)\n",
+        "                pass\n",
+        "tests/join/test_alone.py::test_where_a_window_ends[1-a step]",
     ),
     Mutant(
         "join/scaling.py",

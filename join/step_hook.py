@@ -1,0 +1,49 @@
+"""Hooks of all optimizers that blocks register and remove: :class:`StepHook`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from threading import RLock
+from types import SimpleNamespace
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class StepHook:
+    """A hook of all optimizers, which stays registered: it calls functions that come and go.
+
+    Torch goes through its own hooks of all optimizers while it calls them. To add or remove one then, in another thread
+    or in a hook, ends the step with an error. Here, the functions are replaced as a whole, and a step calls those that
+    it has found. The hook is registered when the first function is added.
+
+    Args:
+        register: One of torch's functions that register a hook of all optimizers.
+    """
+
+    def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
+        self._register: Callable[[Callable[..., None]], object] | None = register
+        self._functions: tuple[Callable[..., None], ...] = ()
+        self._lock = RLock()
+
+    def add(self, function: Callable[..., None]) -> Any:
+        """Call a function in each step of any optimizer, as torch's hook would; return a handle that can be removed."""
+        with self._lock:
+            register, self._register = self._register, None
+            if register is not None:
+                register(self._call)
+            self._functions = (*self._functions, function)
+        return SimpleNamespace(remove=partial(self._remove, function))
+
+    def _remove(self, function: Callable[..., None]) -> None:
+        with self._lock:
+            self._functions = tuple(each for each in self._functions if each != function)
+
+    def _call(self, *args: Any) -> None:
+        for function in self._functions:
+            function(*args)
+
+
+before_step = StepHook(register_optimizer_step_pre_hook)
+after_step = StepHook(register_optimizer_step_post_hook)

@@ -80,10 +80,10 @@ WHOLE = (
 """Tests of which ``make test`` runs each case that it has: what most of this project is for."""
 
 
-def with_a_third(items: list[pytest.Item]) -> list[pytest.Item]:
-    """These tests, with a third of the cases of each that uses processes, from the first to the last.
+def with_a_fifth(items: list[pytest.Item]) -> list[pytest.Item]:
+    """These tests, with a fifth of the cases of each that uses processes, from the first to the last.
 
-    At least two remain, and one with each value of a parameter that has three at most.
+    At least one remains, and one with each value of a parameter that has two.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -91,13 +91,13 @@ def with_a_third(items: list[pytest.Item]) -> list[pytest.Item]:
         cases.setdefault(item.nodeid if is_whole else item.nodeid.partition("[")[0], []).append(item)
     chosen: set[pytest.Item] = set()
     for each in cases.values():
-        count = max(2, -(-len(each) // 3))
-        spread = [each[at * (len(each) - 1) // (count - 1)] for at in range(count)]
+        count = -(-len(each) // 5)
+        spread = [each[at * (len(each) - 1) // max(1, count - 1)] for at in range(count)]
         options = {item: {(name, str(value)) for name, value in params_of(item).items()} for item in each}
         numbers = Counter(name for name, _ in set[tuple[str, str]]().union(*options.values()))
         seen = set[tuple[str, str]]()
         for item in (*spread, *each):
-            few = {option for option in options[item] if numbers[option[0]] <= 3}
+            few = {option for option in options[item] if numbers[option[0]] <= 2}
             if item in spread or not few <= seen:
                 chosen.add(item)
                 seen |= few
@@ -108,12 +108,12 @@ def params_of(item: pytest.Item) -> dict[str, Any]:
     return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
 
 
-@pytest.hookimpl(trylast=True)  # a third of the cases that -k leaves
+@pytest.hookimpl(trylast=True)  # a fifth of the cases that -k leaves
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not NIGHT and not any("::" in arg for arg in config.args):
         marks = ("at_night",) if ALL else ("at_night", "in_test_all")
         chosen = [item for item in items if not any(item.get_closest_marker(mark) for mark in marks)]
-        chosen = chosen if ALL else with_a_third(chosen)
+        chosen = chosen if ALL else with_a_fifth(chosen)
         kept = set(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = chosen

@@ -123,6 +123,7 @@ def test_a_group_that_was_destroyed(pool: Pool) -> None:
     pool.run(is_asked_about_a_group_that_was_destroyed, ranks=RANKS)
 
 
+@in_test_all
 def test_sub_group(pool: Pool) -> None:
     pool.run(in_sub_group, ranks=4)
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, Joinable, PeerError
 from join.collectives import collective_of
 from tests.ending import Ending
-from tests.harness import all_or_each
+from tests.harness import all_or_each, in_test_all
 from tests.join.counter import Counter
 from tests.meeting import store_file, tell, wait_for
 from tests.shorter import using
@@ -165,6 +165,7 @@ def killed_early(rank: int) -> str:
     return str(caught.value)
 
 
+@in_test_all
 def test_a_rank_that_is_killed_before_the_ranks_are_connected(ending: Ending) -> None:
     first, _, third = ending.ends(killed_early, limit=40, tidies=False)
     for end in (first, third):

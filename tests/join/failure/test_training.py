@@ -28,7 +28,7 @@ from join.collectives import collective_of
 from join.protocol.messages import Messages
 from joinables import State
 from tests.ending import Ending, assert_blamed
-from tests.harness import Pool, all_or_each, assert_soon, in_quiet
+from tests.harness import Pool, all_or_each, assert_soon, in_quiet, in_test_all
 from tests.join.counter import Counter, group_works
 from tests.meeting import tell, wait_for
 from tests.training import Optimizer, batch, build, optimizer_of, shard
@@ -410,6 +410,7 @@ def lingering(rank: int, way: str) -> tuple[str, float]:
     return "fine", 0.0
 
 
+@in_test_all
 @in_quiet
 @needs_gloo_with_limits
 def test_a_rank_that_lingers_in_a_burst(ending: Ending) -> None:

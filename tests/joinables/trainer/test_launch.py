@@ -278,6 +278,7 @@ def test_a_process_of_another_thread_lives_on() -> None:
         other.join()
 
 
+@in_test_all
 def test_a_port_that_another_program_has() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

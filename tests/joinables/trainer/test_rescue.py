@@ -23,7 +23,7 @@ from joinables.trainer import Callback, NotPicklable, Trainer, WorkerDied, launc
 from joinables.trainer import trainer as trainer_module
 from joinables.trainer.checkpoint import keep_trained
 from tests.ending import Ending
-from tests.harness import all_or_each
+from tests.harness import all_or_each, in_test_all
 from tests.joinables.trainer.modules import FEATURES, Classifier, loader
 from tests.joinables.trainer.ranks import trainer
 
@@ -263,6 +263,7 @@ class FailsOnRank1(Classifier):
             raise KeyError
 
 
+@in_test_all
 def test_a_result_takes_longer_to_write_than_the_launch_waits_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ class Counting(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+@in_test_all
 def test_everything_comes_back(tmp_path: Path) -> None:
     """fit, test, predict, fit on one trainer: counters, metrics, weights, callbacks; and as one longer fit."""
     environ = dict(os.environ)

@@ -640,8 +640,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/metrics.py",
-        "lambda: False)  # it does not",
-        "lambda: True)  # it does not",
+        "(original: object) -> bool:\n    return False",
+        "(original: object) -> bool:\n    return True",
         "tests/joinables/metrics/test_metric.py::test_the_last_value_is_not_taken_for_this_ranks_inside_the_next_block",
     ),
     # -- wrappers ------------------------------------------------------------------------------------------------------

@@ -96,11 +96,7 @@ def has_buffer_hook(ddp: DistributedDataParallel) -> bool:
 
 def syncs_buffers_after_forward(ddp: DistributedDataParallel) -> bool:
     """Return whether the user registered a buffer comm hook that runs after the forward pass."""
-    before, ddp.require_forward_param_sync = ddp.require_forward_param_sync, True
-    try:
-        return bool(ddp._check_sync_bufs_post_fwd())
-    finally:
-        ddp.require_forward_param_sync = before
+    return has_buffer_hook(ddp) and ddp.buffer_hook.buffer_comm_hook_location.name == "POST_FORWARD"
 
 
 @torch.no_grad()

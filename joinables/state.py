@@ -140,7 +140,7 @@ class OptimizerState(Steps, Silent):
         shapes = str([[tuple(parameter.shape) for parameter in group["params"]] for group in groups])
         values = {("group", index): group for index, group in enumerate(without_params(groups))}
         entries: dict[Any, Any] = {**values, **self._states(parameters)}
-        why_not, own = unlike_others(parameters), dict[Any, Packed]()
+        why_not, own = why_unlike(*parameters), dict[Any, Packed]()
         try:
             known = numbered(parameters)
             own = {key: pack(entry, known, UNFIT) for key, entry in entries.items()}
@@ -211,7 +211,7 @@ class Loaded(Silent):
         state, why_not = None, ""
         try:
             state = self._target.state_dict()  # on other ranks, its tensors receive the state
-            why_not = unlike_others(pytree.tree_leaves(state))
+            why_not = why_unlike(*[leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)])
         except Exception as failure:
             why_not = f"it has no state: {described(failure)}"
         inbox = yield None if why_not else state
@@ -396,11 +396,6 @@ def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
         if value is not None and (type(value) in PLAIN or isinstance(value, (Integral, complex, str))):
             values[path] = value
     return values
-
-
-def unlike_others(leaves: Iterable[object]) -> str:
-    """Return the reason why one of these tensors cannot be sent, such as a shard of several ranks; "" if all can."""
-    return why_unlike(*[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
 
 def rate_of(groups: Sequence[Mapping[str, Any]]) -> float:

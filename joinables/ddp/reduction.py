@@ -137,8 +137,7 @@ class GradientSync(DDPBurst):
         if self._memory.own is not None:
             self._memory.own = sampled(self._parameters)
         self._forwards.detach()
-        self._used.detach()
-        del self._scope, self._unweighted, self._weighted, self._sharing  # they hold the channel, or this
+        del self._scope, self._unweighted, self._weighted, self._sharing, self._used  # they hold the channel, or this
 
     @override
     def exchange(self, source: int) -> Exchange:
@@ -269,7 +268,7 @@ class GradientSync(DDPBurst):
             if have_none(self._parameters) and not backward.is_armed:
                 reducer.forget_use(self._ddp)
             if channel.place.step.in_loop:
-                self._used.watch()
+                self._handles += self._used.watch()
         if not self._ddp.require_backward_grad_sync or backward.mean is not None:
             return
         # How often the last result counts may depend on the number of contributors. So if the gradients may contain it,

@@ -122,7 +122,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "window.backwards and (window.weight is None) != (weight is None)",
+        "window.backwards and (window.weight is not None) != is_weighted",
         "False",
         "tests/joinables/ddp/test_weight.py::test_weight_that_is_set_or_unset_in_a_window",
     ),
@@ -188,8 +188,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "in_parts=self._has_comm_hook",
-        "in_parts=False",
+        "if mean.weighted and self._has_comm_hook:",
+        "if False:",
         "tests/joinables/ddp/test_comm_hooks.py::test_weights_under_a_comm_hook_equal_padded_ddp",
     ),
     Mutant(

@@ -150,7 +150,10 @@ class OptimizerState(Steps, Silent):
         inbox = yield {} if why_not else own, shapes, equal, bool(why_not)
         theirs, their_shapes, equal, refused = inbox.skeleton
         if not (why_not or refused):
-            why_not = self._why_not(own, theirs, shapes, their_shapes)
+            if shapes != their_shapes:
+                why_not = f"it has parameter groups of shapes {shapes}, but the last rank with data has {their_shapes}"
+            elif extra := sorted(own.keys() - theirs.keys(), key=str):
+                why_not = f"it has state for parameters {extra} (by index), for which the last rank with data has none"
         if not why_not and inbox.keeps:
             ranks = {source: equal, self._collective.rank: self.equal_values()}
             why_not = differences({rank: [(self.join_name, held)] for rank, held in ranks.items()})
@@ -171,15 +174,6 @@ class OptimizerState(Steps, Silent):
             group.update(values)
         for key, packed in theirs.items():
             self._target.state[parameters[key] if isinstance(key, int) else key] = unpack(packed, parameters)
-
-    def _why_not(self, own: Mapping[Any, Any], theirs: Mapping[Any, Any], own_shapes: str, their_shapes: str) -> str:
-        """Return the reason why this rank cannot load the state of the last joiner; "" if it can."""
-        if own_shapes != their_shapes:
-            return f"it has parameter groups of shapes {own_shapes}, but the last rank with data has {their_shapes}"
-        extra = sorted(own.keys() - theirs.keys(), key=str)
-        if extra:
-            return f"it has state for parameters {extra} (by index), for which the last rank with data has none"
-        return ""
 
     # -- the parts ----------------------------------------------------------------------------------------------------
 

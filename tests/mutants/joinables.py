@@ -451,13 +451,13 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/state.py",
-        "        if extra:\n",
-        "        if False:\n",
+        "elif extra := sorted(own.keys() - theirs.keys(), key=str):",
+        "elif extra := list[str]():",
         "tests/joinables/test_state_at_end.py::test_what_cannot_be_copied_is_an_error_on_all_ranks",
     ),
     Mutant(
         "joinables/state.py",
-        "if own_shapes != their_shapes:",
+        "if shapes != their_shapes:",
         "if False:",
         "tests/joinables/test_state_at_end.py::test_what_cannot_be_copied_is_an_error_on_all_ranks",
     ),

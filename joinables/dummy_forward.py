@@ -261,7 +261,6 @@ class InnerForward(DummyForward, Uncopied):
 
     def __init__(self, module: torch.nn.Module, channel: Channel, not_whole: Set[str], norms: Norms) -> None:
         super().__init__(module, channel, not_whole, norms, compares=False)
-        self.original = module.forward
         self._refuses_empty = False  # whether the module cannot take an empty batch
         self._taken = set[int]()  # the numbers of calls in a step that took one, so that nothing has to be undone
 

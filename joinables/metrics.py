@@ -25,7 +25,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -90,11 +89,10 @@ class MetricAtEnd(Silent):
         self._replaced = ExitStack()
         for part in self._parts.values():
             part._computed = None  # after an earlier block it has the value of all ranks
-            stand_in = CallInstead(part.distributed_available_fn, lambda: False)  # it does not communicate
+            stand_in = CallInstead(_is_never_available, part.distributed_available_fn)
             self._replaced.enter_context(replaced(part, "distributed_available_fn", stand_in))
         for name in ("update", "forward"):
-            method = getattr(self._target, name)
-            stand_in = CallInstead(method, partial(self._call_on_batch, method))
+            stand_in = CallInstead(self._call_on_batch, getattr(self._target, name))
             self._replaced.enter_context(replaced(self._target, name, stand_in))
 
     @override
@@ -166,6 +164,10 @@ def contribution_of(part: Any) -> Contribution | None:
     if not count and all(_is_same(value, part._defaults[name]) for name, value in state.items()):
         return None  # a state loaded from a checkpoint has no updates either, but differs from the default
     return count, state
+
+
+def _is_never_available(original: object) -> bool:
+    return False
 
 
 def _is_same(value: Any, default: Any) -> bool:

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from typing_extensions import override
 
 from join.batch import tensors_in
 from join.collectives._torch_private import pytree
@@ -54,44 +53,32 @@ def replaced(target: Any, name: str, value: Any) -> Generator[None]:
 
 
 class Uncopied:
-    """Callable in an object that is in a block. A copy of the object, or an unpickled one, has the original instead.
+    """Callable in an object that is in a block. A copy of the object, or an unpickled one, has the original instead."""
 
-    Args:
-        original: The function that a copy has.
-    """
+    original: Any
+    """The function that a copy has."""
 
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self.original = original
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _unchanged, (self.original,)
 
 
-class CallInstead(Uncopied):
-    """Callable that calls ``call`` instead of the original."""
+class CallInstead(Uncopied, partial[Any]):
+    """Callable that passes the original, its own first argument, to another function, before all other arguments."""
 
-    def __init__(self, original: Callable[..., Any], call: Callable[..., Any]) -> None:
-        super().__init__(original)
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``call``."""
-        return self._call(*args, **kwargs)
+    original = property(lambda self: self.args[0])
 
 
-class ModuleHook(partial[Any]):
+def _do_nothing(*_: Any) -> None:
+    return None
+
+
+class ModuleHook(Uncopied, partial[Any]):
     """Module hook that calls a function. In a copy of the module, the hook does nothing.
 
     The function should be :func:`~join.collectives._torch_private.uncompiled`.
     """
 
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unchanged, (_do_nothing,)
-
-
-def _do_nothing(*_: Any) -> None:
-    return None
+    original = staticmethod(_do_nothing)
 
 
 def _unchanged(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from typing import Any, ClassVar, TypeGuard, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ from joinables._torch.objects import divisors_of, fsdp1_groups, reducers_of, red
 from joinables.adapter import Announcing
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, refuse_backward_on_dummy
 from joinables.modules import ModuleHook, synchronised_norms, tensors_with_grad, zero_of
+
+_FSDP1 = "FullyShardedDataParallel"
 
 
 class ShardedModule(Announcing):
@@ -200,18 +202,9 @@ def is_sharded(module: torch.nn.Module) -> bool:
     return any(_is_sharded_itself(part) for part in module.modules())
 
 
-def is_fsdp1(module: object) -> TypeGuard[torch.nn.Module]:
-    """Return whether ``module`` is a ``FullyShardedDataParallel``."""
-    return _has_base(module, "FullyShardedDataParallel")
-
-
-def _is_sharded_itself(module: torch.nn.Module) -> bool:
-    return _has_base(module, "FSDPModule") or is_fsdp1(module)
-
-
-def _has_base(obj: object, name: str) -> bool:
-    """Return whether a class of this name is among the classes of ``obj``, without importing FSDP."""
-    return any(cls.__name__ == name for cls in type(obj).__mro__)
+def _is_sharded_itself(module: torch.nn.Module, kinds: Sequence[str] = ("FSDPModule", _FSDP1)) -> bool:
+    """Return whether a class of one of these names is among the classes of ``module``, without importing FSDP."""
+    return any(cls.__name__ in kinds for cls in type(module).__mro__)
 
 
 def group_of(module: torch.nn.Module) -> Any:
@@ -221,7 +214,7 @@ def group_of(module: torch.nn.Module) -> Any:
         ValueError: If it is sharded over a mesh of several dimensions that lacks some ranks, since no process group
             consists of just its ranks.
     """
-    fsdp1 = next(filter(is_fsdp1, module.modules()), None)
+    fsdp1 = next((part for part in module.modules() if _is_sharded_itself(part, [_FSDP1])), None)
     meshes: list[Any] = [cast("Any", tensor).device_mesh for tensor in module.parameters() if is_dtensor(tensor)]
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     groups: list[Any] = fsdp1_groups(fsdp1) if fsdp1 is not None else mesh.get_all_groups() if mesh is not None else []

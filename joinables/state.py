@@ -140,7 +140,7 @@ class OptimizerState(Steps, Silent):
         shapes = str([[tuple(parameter.shape) for parameter in group["params"]] for group in groups])
         values = {("group", index): group for index, group in enumerate(without_params(groups))}
         entries: dict[Any, Any] = {**values, **self._states(parameters)}
-        why_not, own = unlike_others(parameters), dict[Any, Packed]()
+        why_not, own = why_unlike(*parameters), dict[Any, Packed]()
         try:
             known = numbered(parameters)
             own = {key: pack(entry, known, UNFIT) for key, entry in entries.items()}
@@ -150,7 +150,10 @@ class OptimizerState(Steps, Silent):
         inbox = yield {} if why_not else own, shapes, equal, bool(why_not)
         theirs, their_shapes, equal, refused = inbox.skeleton
         if not (why_not or refused):
-            why_not = self._why_not(own, theirs, shapes, their_shapes)
+            if shapes != their_shapes:
+                why_not = f"it has parameter groups of shapes {shapes}, but the last rank with data has {their_shapes}"
+            elif extra := sorted(own.keys() - theirs.keys(), key=str):
+                why_not = f"it has state for parameters {extra} (by index), for which the last rank with data has none"
         if not why_not and inbox.keeps:
             ranks = {source: equal, self._collective.rank: self.equal_values()}
             why_not = differences({rank: [(self.join_name, held)] for rank, held in ranks.items()})
@@ -171,15 +174,6 @@ class OptimizerState(Steps, Silent):
             group.update(values)
         for key, packed in theirs.items():
             self._target.state[parameters[key] if isinstance(key, int) else key] = unpack(packed, parameters)
-
-    def _why_not(self, own: Mapping[Any, Any], theirs: Mapping[Any, Any], own_shapes: str, their_shapes: str) -> str:
-        """Return the reason why this rank cannot load the state of the last joiner; "" if it can."""
-        if own_shapes != their_shapes:
-            return f"it has parameter groups of shapes {own_shapes}, but the last rank with data has {their_shapes}"
-        extra = sorted(own.keys() - theirs.keys(), key=str)
-        if extra:
-            return f"it has state for parameters {extra} (by index), for which the last rank with data has none"
-        return ""
 
     # -- the parts ----------------------------------------------------------------------------------------------------
 
@@ -211,7 +205,7 @@ class Loaded(Silent):
         state, why_not = None, ""
         try:
             state = self._target.state_dict()  # on other ranks, its tensors receive the state
-            why_not = unlike_others(pytree.tree_leaves(state))
+            why_not = why_unlike(*[leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)])
         except Exception as failure:
             why_not = f"it has no state: {described(failure)}"
         inbox = yield None if why_not else state
@@ -396,11 +390,6 @@ def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
         if value is not None and (type(value) in PLAIN or isinstance(value, (Integral, complex, str))):
             values[path] = value
     return values
-
-
-def unlike_others(leaves: Iterable[object]) -> str:
-    """Return the reason why one of these tensors cannot be sent, such as a shard of several ranks; "" if all can."""
-    return why_unlike(*[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
 
 def rate_of(groups: Sequence[Mapping[str, Any]]) -> float:

@@ -79,7 +79,6 @@ class ZeroStep(Steps, Announcing):
             )
         self._zero, self._shadowing = optimizer, False
         self._transform_gradients = transform_gradients
-        self._sums = torch.zeros(0, device="cpu")  # kept while their all-reduce runs
 
     @override
     def attach(self, join: Join) -> None:
@@ -183,7 +182,7 @@ class ZeroStep(Steps, Announcing):
         numbers = [float(value) for value in values if _is_number(value)]
         norms = self._sample.take(self._own_shard if active else set())
         sent = [*numbers, *norms] if is_leader else [0.0] * len([*numbers, *norms])
-        self._sums = torch.tensor(sent, dtype=torch.float64, device="cpu")
+        self._sums = torch.tensor(sent, dtype=torch.float64, device="cpu")  # kept while their all-reduce runs
         work = self._collective.all_reduce(self._sums)
         if not active:
             work.wait()

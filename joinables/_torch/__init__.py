@@ -9,11 +9,7 @@ require(
     {
         "torch._C": ("_current_graph_task_id", "_will_engine_execute_node"),
         "torch:_C._functions.AccumulateGrad": ("_register_hook_dict",),
-        "torch._C._dynamo.eval_frame": (
-            "_FrameAction",
-            "_FrameExecStrategy",
-            "set_code_exec_strategy",
-        ),
+        "torch._C._dynamo.eval_frame": ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"),
         "torch": ("_foreach_mul_",),
         "torch._utils": ("_flatten_dense_tensors",),
         "torch.autograd": ("_unsafe_preserve_version_counter",),
@@ -33,7 +29,6 @@ require(
         "torch.optim.lr_scheduler": ("LRScheduler",),
         "torch.nn.parallel:DistributedDataParallel": (
             "_assign_modules_buffers",
-            "_check_sync_bufs_post_fwd",
             "_get_active_ddp_module",
             "_get_ddp_logging_data",
             "_match_all_reduce_for_bwd_pass",

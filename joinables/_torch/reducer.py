@@ -96,11 +96,7 @@ def has_buffer_hook(ddp: DistributedDataParallel) -> bool:
 
 def syncs_buffers_after_forward(ddp: DistributedDataParallel) -> bool:
     """Return whether the user registered a buffer comm hook that runs after the forward pass."""
-    before, ddp.require_forward_param_sync = ddp.require_forward_param_sync, True
-    try:
-        return bool(ddp._check_sync_bufs_post_fwd())
-    finally:
-        ddp.require_forward_param_sync = before
+    return has_buffer_hook(ddp) and ddp.buffer_hook.buffer_comm_hook_location.name == "POST_FORWARD"
 
 
 @torch.no_grad()
@@ -389,17 +385,6 @@ def multiply_gradients(
             torch.where(used[index].to(gradient.device), gradient * factor, gradient, out=gradient)
     if gradients:
         torch._foreach_mul_(gradients, factor)
-
-
-def copies_of(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return copies of tensors, with one call for all. Replaces a public call for many tensors."""
-    return torch._foreach_mul(tensors, 1.0) if tensors else []
-
-
-def add_to(tensors: list[torch.Tensor], others: list[torch.Tensor], times: float) -> None:
-    """Add ``others``, multiplied by ``times``, to tensors in place, with one call for all. Replaces a public call."""
-    if tensors:
-        torch._foreach_add_(tensors, others, alpha=times)
 
 
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:

@@ -52,7 +52,6 @@ class Mean:
         multiple: The multiple of the quotient; ``None`` if :meth:`factor` finds it.
         times: How many times this rank counts the last result; ``None`` if :meth:`count` finds it.
         weighted: Whether weights are summed. ``Join.scale`` has multiplied the losses by ``weight / unit`` then.
-        in_parts: Whether gradients become parts of the mean before they are reduced.
         with_buffers: Whether the header was sent in the forward, and announces the buffers too.
         window: The window of the reduction, once it is closed.
         unit: The unit of the weights.
@@ -63,7 +62,6 @@ class Mean:
     multiple: float | None = 1.0
     times: float | None = 1.0
     weighted: bool = False
-    in_parts: bool = False
     with_buffers: bool = False
     window: Window = field(init=False)
     unit: float = 1.0

@@ -43,23 +43,19 @@ class UsedParameters:
         self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], channel: Channel
     ) -> None:
         self._parameters, self._channel = parameters, channel
-        self._handles: list[Any] = []
+        self._is_watched = False
         self.counts = ddp.find_unused_parameters and not ddp.static_graph
         """Whether use is counted, which needs ``find_unused_parameters``."""
         self._used = torch.zeros(len(parameters), dtype=torch.int64, device="cpu")
         self._absent: list[bool] = []
 
-    def detach(self) -> None:
-        """Remove the hooks; called when the block is left."""
-        for handle in self._handles:
-            handle.remove()
-        del self._channel
-
-    def watch(self) -> None:
-        """Register hooks on the parameters before a forward, in a loop over ``Join.iterate``."""
-        if self.counts and not self._handles:
-            nodes = enumerate(accumulators(self._parameters))
-            self._handles = [node.register_prehook(partial(self._mark_used, index)) for index, node in nodes]
+    def watch(self) -> list[Any]:
+        """Register hooks on the parameters before the first forward in a loop, and return the handles of new ones."""
+        if self._is_watched or not self.counts:
+            return []
+        self._is_watched = True
+        nodes = enumerate(accumulators(self._parameters))
+        return [node.register_prehook(partial(self._mark_used, index)) for index, node in nodes]
 
     def _mark_used(self, index: int, gradients: Any) -> None:
         if not self._channel.place.step.is_dummy:

@@ -115,7 +115,7 @@ class GradientSync(DDPBurst):
         self._scope = join.channel.roster.scopes[-1]
         unknown = {"times": None} if self._over_all_ranks else {"multiple": None}
         self._unweighted = partial(Mean, join.channel, self, **unknown)
-        self._weighted = partial(Mean, join.channel, self, None, None, weighted=True, in_parts=self._has_comm_hook)
+        self._weighted = partial(Mean, join.channel, self, None, None, weighted=True)
         self._agrees_on_weights = False
         """Whether the headers of all active ranks agreed on weights in the last reduction of a plain block."""
         self._used = UsedParameters(self._ddp, self._parameters, join.channel)
@@ -137,8 +137,7 @@ class GradientSync(DDPBurst):
         if self._memory.own is not None:
             self._memory.own = sampled(self._parameters)
         self._forwards.detach()
-        self._used.detach()
-        del self._scope, self._unweighted, self._weighted, self._sharing  # they hold the channel, or this
+        del self._scope, self._unweighted, self._weighted, self._sharing, self._used  # they hold the channel, or this
 
     @override
     def exchange(self, source: int) -> Exchange:
@@ -269,7 +268,7 @@ class GradientSync(DDPBurst):
             if have_none(self._parameters) and not backward.is_armed:
                 reducer.forget_use(self._ddp)
             if channel.place.step.in_loop:
-                self._used.watch()
+                self._handles += self._used.watch()
         if not self._ddp.require_backward_grad_sync or backward.mean is not None:
             return
         # How often the last result counts may depend on the number of contributors. So if the gradients may contain it,
@@ -368,13 +367,11 @@ class GradientSync(DDPBurst):
         """
         if weight != call.weight:
             refuse_weight(weight, self.join_name)
-        if window.backwards and (window.weight is None) != (weight is None):
+        is_weighted = weight is not None
+        if mean.weighted != is_weighted or (window.backwards and (window.weight is not None) != is_weighted):
             raise JoinError(
-                "join.weight was set or unset in an accumulation window. Set it in every step or in none. [J111]"
-            )
-        if mean.weighted != (weight is not None):
-            raise JoinError(
-                "join.weight was set or unset between forward and backward. Set it before the forward. [J106]"
+                "join.weight was set or unset between forward and backward, or in an accumulation window. Set it before"
+                " the forward, in every step or in none. [J106]"
             )
         if weight is not None:
             window.weight, window.unit = (window.weight or 0.0) + weight, self._channel.scaling.unit
@@ -491,7 +488,7 @@ class GradientSync(DDPBurst):
             window.kept.add(self._parameters, times - 1)
         if mean.multiple is None and (mean.with_buffers or mean.weighted):  # otherwise the header counts contributors
             mean.begin(window)
-        if mean.in_parts:
+        if mean.weighted and self._has_comm_hook:  # gradients become parts of the mean before they are reduced
             factor, mean.multiple = mean.factor(), 1.0
             reducer.multiply_gradients(self._parameters, factor)
         mean.window, self._memory.window = window, Window()

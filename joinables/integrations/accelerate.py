@@ -44,7 +44,7 @@ import torch
 from typing_extensions import Self, override
 
 from join import Join, JoinError
-from join.batch import Step, map_tensors, samples_in, tensors_in
+from join.batch import PLAIN, Step, map_tensors, samples_in, tensors_in
 from join.collectives import SingleCollective
 from join.collectives._torch_private import pytree
 from join.errors import advise
@@ -138,6 +138,7 @@ class AcceleratedJoin(Join):
             self.weight = 1.0
         self._accelerator, self._prepared = accelerator, PreparedLoaders(lambda: self._step, even_batches)
         self._restore = ExitStack()
+        self._entered: dict[int, Step] = {}  # by the id of a model: the last step in which it has entered accumulate
         self._loader: Any = None  # the loader of the last loop over iterate
 
     @override
@@ -154,7 +155,7 @@ class AcceleratedJoin(Join):
         undo = self._restore
         undo.enter_context(scaling_losses(accelerator, self.scale))
         undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
-        undo.enter_context(accumulating_once(accelerator, lambda: self._step))
+        undo.enter_context(replaced(accelerator, "accumulate", partial(self._accumulate, accelerator.accumulate)))
         if self._block is not None:  # it is None with enable=False
             prepared, prepare = self._prepared, accelerator.prepare_data_loader
             for loader in accelerator._dataloaders:
@@ -167,14 +168,7 @@ class AcceleratedJoin(Join):
                 return result
 
             undo.enter_context(replaced(accelerator, "prepare_data_loader", prepare_in_block))
-            changed = counting_no_dummies(
-                accelerator,
-                self,
-                prepared.evaluates,
-                prepared.has_evaluated,
-                samples=lambda: samples_in(prepared.batch),
-            )
-            undo.enter_context(changed)
+            undo.enter_context(counting_no_dummies(accelerator, self, prepared))
             undo.enter_context(replaced(accelerator, "save_state", partial(self._save_state, accelerator.save_state)))
 
     @override
@@ -217,6 +211,23 @@ class AcceleratedJoin(Join):
         else:
             self._accelerator.sync_gradients = self.ends_window
 
+    def _accumulate(self, as_usual: Callable[..., Any], *models: Any) -> Any:
+        """Enter ``accelerator.accumulate``, once for a model in a step of a loop.
+
+        Accumulation windows count the steps of the loop, and Accelerate's own count the calls of ``accumulate``.
+        """
+        step, steps = self._step, self._accelerator.gradient_accumulation_steps
+        for model in models if step.in_loop and steps > 1 else ():
+            if self._entered.get(id(model)) is step:
+                raise JoinError(
+                    f"accelerator.accumulate was entered again for the same model in step {step.number} of"
+                    f" join.iterate, but gradient_accumulation_steps={steps} counts the batches of the loop. Cut the"
+                    " batches before the loop: pass join.iterate a generator that yields the micro-batches of each"
+                    " batch. [J600]"
+                )
+            self._entered[id(model)] = step
+        return as_usual(*models)
+
     @override
     def iterate(self, loader: Iterable[T], until: Literal["all", "first"] = "all", **options: Any) -> Batches[T]:
         """Loop as in :class:`Join`, in windows of ``gradient_accumulation_steps``; a dummy is the last batch."""
@@ -241,7 +252,7 @@ class PreparedLoaders:
     def __init__(self, step: Callable[[], Step], even_batches: bool | None) -> None:
         self._step, self._even_batches = step, even_batches
         self.batch: Any = None
-        """Batch of the current step of the block's loop."""
+        """Batch of the current step of the block's loop; ``None`` if it is unknown."""
         self._nested: dict[Iterator[Any], Step] = {}  # by the iterator of a loader that began inside a step: the step
         self._last: Step | None = None  # the last step in which a loader began
 
@@ -302,6 +313,9 @@ class PreparedLoaders:
         undo.callback(with_methods(loader, changes))
 
 
+_NO_LOADERS = PreparedLoaders(lambda: PLAIN, None)
+
+
 def _warn_of_repeats(text: str) -> None:
     warnings.warn(f"join_uneven_inputs: {text}", stacklevel=5)
 
@@ -354,34 +368,6 @@ def refuse(name: str) -> None:
         " torch.distributed.all_reduce, and pass join_uneven_inputs(..., divide_by_initial_world_size=True) and"
         " join.iterate(loader, fill_window=True). [J521]"
     )
-
-
-def accumulating_once(accelerator: Any, current: Callable[[], Step]) -> AbstractContextManager[None]:
-    """Return a context in which a model enters ``accelerator.accumulate`` once in a step of a loop.
-
-    Accumulation windows count the steps of the loop, and Accelerate's own count the calls of ``accumulate``.
-
-    Args:
-        accelerator: The accelerator.
-        current: Returns the current step.
-    """
-    as_usual, steps = accelerator.accumulate, accelerator.gradient_accumulation_steps
-    entered: dict[int, Step] = {}  # by the id of a model: the last step in which it has entered
-
-    def accumulate(*models: Any) -> Any:
-        step = current()
-        for model in models if step.in_loop and steps > 1 else ():
-            if entered.get(id(model)) is step:
-                raise JoinError(
-                    f"accelerator.accumulate was entered again for the same model in step {step.number} of"
-                    f" join.iterate, but gradient_accumulation_steps={steps} counts the batches of the loop. Cut the"
-                    " batches before the loop: pass join.iterate a generator that yields the micro-batches of each"
-                    " batch. [J600]"
-                )
-            entered[id(model)] = step
-        return as_usual(*models)
-
-    return replaced(accelerator, "accumulate", accumulate)
 
 
 @contextmanager
@@ -441,44 +427,40 @@ def _equals(value: torch.Tensor, loss: torch.Tensor) -> bool:
 def counting_no_dummies(
     accelerator: Any,
     join: Join,
-    evaluates: Callable[[], bool] = bool,
-    has_evaluated: Callable[[], bool] = bool,
+    loaders: PreparedLoaders = _NO_LOADERS,
     gather: Callable[[Any], Any] | None = None,
-    samples: Callable[[], int] = int,
 ) -> Generator[None]:
     """Return a context in which an accelerator's collectives drop rows of dummies, and its loaders end with the loop.
 
     Args:
         accelerator: The accelerator.
         join: The block with the current loop over ``iterate``.
-        evaluates: Returns whether the ranks evaluate inside a step, on batches that are no dummies.
-        has_evaluated: Returns whether the ranks have begun to evaluate inside the current step.
+        loaders: The prepared loaders, with which ranks may evaluate inside a step.
         gather: The function that replaces ``accelerator.gather``, which otherwise raises.
-        samples: Returns the number of samples in the batch of the current step; 0 if that is unknown.
     """
     state = cast("object", accelerator.gradient_state)
 
     def is_at_end(_: object) -> bool:
-        in_step = join.channel.place.step_of_body.in_loop and not evaluates()
+        in_step = join.channel.place.step_of_body.in_loop and not loaders.evaluates()
         return join.is_last_step if in_step else cast("Any", state).end_of_dataloader
 
     # All objects of Accelerate's class share their attributes, so this object of a subclass has the same ones.
     gradient_state = type("InLoop", (type(state),), {"end_of_dataloader": property(is_at_end)})()
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-        if has_evaluated():
+        if loaders.has_evaluated():
             raise JoinError(
                 "accelerator.gather_for_metrics was called after an evaluation in the same step. It would drop the rows"
                 " of ranks that are out of training data. Call it in the loop over the loader of the evaluation. For"
                 " rows of the training batch, call it before the evaluation. [J726]"
             )
         if not use_gather_object:
-            return gather_rows(join, input_data, samples())
+            return gather_rows(join, input_data, samples_in(loaders.batch))
         own: list[Any] = [] if join.shadowing else list(input_data)
         return list(chain.from_iterable(join.collective.all_gather_object(own)))
 
     def in_loop(name: str, call: Callable[..., Any], own: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        if evaluates():
+        if loaders.evaluates():
             return own(*args, **named)
         if not join.channel.place.step_of_body.in_loop:
             raise JoinError(

@@ -122,7 +122,7 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "window.backwards and (window.weight is None) != (weight is None)",
+        "window.backwards and (window.weight is not None) != is_weighted",
         "False",
         "tests/joinables/ddp/test_weight.py::test_weight_that_is_set_or_unset_in_a_window",
     ),
@@ -188,8 +188,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/ddp/reduction.py",
-        "in_parts=self._has_comm_hook",
-        "in_parts=False",
+        "if mean.weighted and self._has_comm_hook:",
+        "if False:",
         "tests/joinables/ddp/test_comm_hooks.py::test_weights_under_a_comm_hook_equal_padded_ddp",
     ),
     Mutant(
@@ -451,13 +451,13 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/state.py",
-        "        if extra:\n",
-        "        if False:\n",
+        "elif extra := sorted(own.keys() - theirs.keys(), key=str):",
+        "elif extra := list[str]():",
         "tests/joinables/test_state_at_end.py::test_what_cannot_be_copied_is_an_error_on_all_ranks",
     ),
     Mutant(
         "joinables/state.py",
-        "if own_shapes != their_shapes:",
+        "if shapes != their_shapes:",
         "if False:",
         "tests/joinables/test_state_at_end.py::test_what_cannot_be_copied_is_an_error_on_all_ranks",
     ),
@@ -640,8 +640,8 @@ MUTANTS = [
     ),
     Mutant(
         "joinables/metrics.py",
-        "lambda: False)  # it does not",
-        "lambda: True)  # it does not",
+        "(original: object) -> bool:\n    return False",
+        "(original: object) -> bool:\n    return True",
         "tests/joinables/metrics/test_metric.py::test_the_last_value_is_not_taken_for_this_ranks_inside_the_next_block",
     ),
     # -- wrappers ------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join.collectives._torch_private import Writes, are_zero, writes_to
+from joinables._torch import reducer
 
 
 def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
@@ -49,14 +50,14 @@ class LastResult(dict[int, torch.Tensor]):
     @torch.no_grad()
     def copy_of(cls, parameters: Sequence[torch.nn.Parameter]) -> LastResult:
         """Return a copy of the gradients, before a new gradient is added to them."""
-        return cls({index: p.grad.clone() for index, p in enumerate(parameters) if p.grad is not None})
+        gradients = {index: p.grad for index, p in enumerate(parameters) if p.grad is not None}
+        return cls(zip(gradients, reducer.copies_of(list(gradients.values())), strict=True))
 
     @torch.no_grad()
     def add(self, parameters: Sequence[torch.nn.Parameter], times: float) -> None:
         """Add the last result to the gradients, multiplied by ``times``."""
-        for index, result in self.items():
-            if (gradient := parameters[index].grad) is not None:
-                gradient.add_(result, alpha=times)
+        gradients = {index: gradient for index in self if (gradient := parameters[index].grad) is not None}
+        reducer.add_to(list(gradients.values()), [self[index] for index in gradients], times)
 
     @torch.no_grad()
     def restore(self, parameters: Sequence[torch.nn.Parameter], used: torch.Tensor) -> None:

@@ -338,19 +338,14 @@ class Collective(ABC):
 
     @final
     def _check_outputs(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-        if len(outputs) != self.world_size:
+        kinds = {(output.dtype, output.shape, output.device, output.is_contiguous()) for output in outputs}
+        if len(outputs) != self.world_size or kinds != {(tensor.dtype, tensor.shape, tensor.device, True)}:
+            found = ", ".join(f"{describe(dtype, shape)} on {device}" for dtype, shape, device, _ in kinds)
             raise ValueError(
-                f"outputs has {len(outputs)} tensors for {self.world_size} ranks. Pass one tensor for each rank. [J032]"
+                f"outputs has {len(outputs)} tensors for {self.world_size} ranks ({found}), and the tensor is"
+                f" {describe(tensor.dtype, tensor.shape)} on {tensor.device}. Pass a contiguous output like the tensor"
+                " for each rank. [J033]"
             )
-        for rank, output in enumerate(outputs):
-            if (output.dtype, output.shape, output.device) != (tensor.dtype, tensor.shape, tensor.device) or (
-                not output.is_contiguous()
-            ):
-                raise ValueError(
-                    f"The output for rank {rank} is {describe(output.dtype, output.shape)} on {output.device}, with the"
-                    f" strides {output.stride()}, but the tensor is {describe(tensor.dtype, tensor.shape)} on"
-                    f" {tensor.device}. Pass a contiguous output like the tensor. [J033]"
-                )
 
 
 class GroupLine(Line):

@@ -138,7 +138,7 @@ def check_arguments(collective: Collective) -> None:
     with pytest.raises(ValueError, match=f"outputs has {size + 1} tensors for {size} ranks"):
         collective.all_gather(tensor, [*like, torch.zeros(2)])
     for output in (torch.zeros(2, dtype=torch.float64), torch.zeros(3), torch.zeros(4)[::2]):
-        text = f"output for rank 0 is float{8 * output.element_size()}{list(output.shape)} on cpu"
+        text = f"{size} ranks (float{8 * output.element_size()}{list(output.shape)} on cpu)"
         with pytest.raises(ValueError, match=re.escape(text) + r".* the tensor is float32\[2\]"):
             collective.all_gather(tensor, [output] * size)
     for place in ((collective.rank, size + 1), (-1, size), (size, size)):

@@ -36,7 +36,7 @@ from join.arguments import (
 from join.batch import PLAIN, Step
 from join.block import BlockAlone, OpenBlock, channels, claim, joins, release, report_failed_entry
 from join.collectives import Collective, SingleCollective, Sum, collective_of
-from join.errors import JoinError, explain, outside
+from join.errors import JoinError, explain, outside, wrong_value
 from join.failure.guard import FORK
 from join.joinable import NothingAlone, NothingListed
 from join.loop import Batches, Loop
@@ -253,10 +253,8 @@ class Join:
         for join in reversed(list(joins.values())):  # which is alone in a block without a process group
             if join.collective is collective or isinstance(join.collective, SingleCollective):
                 return join
-        raise JoinError(
-            "No Join block is open on this process group. Write with Join([...]): around the call, or pass the process"
-            " group of the block to Join.current. [J685]"
-        )
+        fix = "Write with Join([...]): around the call, or pass the process group of the block"
+        raise outside("Join.current was called", "a block on this process group", fix)
 
     @property
     def weight(self) -> float | None:
@@ -354,11 +352,8 @@ class Join:
         if self._is_in_loop:  # which reads its batches, and no batch has a weight yet
             raise outside("join.scale was called", _A_LOOP, _TRAIN_IN_BODY)
         if divided_over is not None:
-            raise ValueError(
-                f"divided_over={divided_over!r} was passed to join.scale in a plain block, where"
-                " DistributedDataParallel divides the gradients. Remove the argument from the call, or loop over"
-                " join.iterate. [J470]"
-            )
+            kind = "possible in a plain block, where DistributedDataParallel divides the gradients"
+            raise wrong_value("divided_over", divided_over, kind, "it in loops over join.iterate only")
         weight = block.scope.weight
         if weight is None:
             return loss

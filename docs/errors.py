@@ -277,7 +277,7 @@ def written(node: ast.expr, constants: Mapping[str, str]) -> str:
         return "".join(written(part, constants) for part in node.values)
     assert isinstance(node, ast.FormattedValue)
     source = ast.unparse(node.value)
-    if source.startswith(("did_you_mean", "hint")):
+    if source == "hint":
         return ""
     return constants[source] if source in constants else f"*{in_short(node.value)}*"
 

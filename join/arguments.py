@@ -246,10 +246,11 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own
         accepted |= keywords
     for name, value in kwargs.items():
         if name not in accepted:
+            matches = difflib.get_close_matches(name, [*accepted, *own], n=1)
+            hint = f" Did you mean {matches[0]}?" if matches else ""
             raise TypeError(
                 f"{name}={value!r} is not a keyword of Join or of a listed object. Correct its name, or remove it from"
-                f" Join(...). The listed objects accept {', '.join(sorted(accepted))}."
-                f"{did_you_mean(name, [*accepted, *own])} [J018]"
+                f" Join(...). The listed objects accept {', '.join(sorted(accepted))}.{hint} [J018]"
             )
 
 
@@ -262,12 +263,6 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     for name, value in flags.items():
         if value not in (True, False):  # which a numpy.bool_ is
             raise wrong_kind(name, value, "True or False", "one of them")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the known name closest to an unknown one; "" if none is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {matches[0]}?" if matches else ""
 
 
 def entered_with(joinables: Sequence[Joinable], arguments: Mapping[str, Any]) -> list[str]:

@@ -392,9 +392,8 @@ class OpenBlock:
         last_rates = [number for rates in stepping.values() for number in (len(rates), (rates or [0.0])[-1])]
         row = struct.Struct(f"{_ROW}{len(last_rates)}d")
         packed = row.pack(*own_end, *own_report, *self._random, *digests_of_generators(), *last_rates)
-        work = self.channel.messages.line.gather(packed)
         with profiled("compare"):
-            rows = self.channel.guard.wait(work, "has left its block", work.total)
+            rows = self.channel.messages.gather(packed, "has left its block")
         columns = list(zip(*map(row.unpack, rows), strict=True))
         ends = _Ends(*columns[: len(_Ends._fields)])
         outcome, keeps = self._compare(outcome, ends, values)

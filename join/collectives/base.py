@@ -99,13 +99,13 @@ class Collective(ABC):
         Raises:
             ValueError: If there is no such rank, or if the ranks are connected already, with different numbers.
         """
-        known = (self.rank, self.world_size) if hasattr(self, "rank") else None
+        known = self._connected_as()
         if not 0 <= rank < world_size or (known or (rank, world_size)) != (rank, world_size):
             state = "is not set up" if known is None else f"is rank {known[0]} of {known[1]}"
             raise ValueError(
                 f"setup(rank={rank}, world_size={world_size}) is not possible for this {type(self).__name__}, which"
-                f" {state}. Pass a rank from 0 on and the number of ranks, and call teardown() before you change them."
-                " [J817]"
+                f" {state}. Pass a rank from 0 on and the number of ranks: those of its launcher, if it has one. Call"
+                " teardown() before you change them. [J817]"
             )
         self.rank, self.world_size = rank, world_size
 
@@ -319,17 +319,9 @@ class Collective(ABC):
     def hold(self) -> None:
         """Never run the group's destructor, which would wait for an operation that no other rank joins."""
 
-    @final
-    def _check_place(self, rank: int, world_size: int) -> None:
-        """Check the arguments of ``setup`` against the numbers that the library has given this process."""
-        own = self.rank, self.world_size
-        if own != (rank, world_size):
-            self.teardown()
-            raise ValueError(
-                f"setup(rank={own[0]}, world_size={own[1]}) does not fit this {type(self).__name__}: its library has"
-                f" started this process as rank {rank} of {world_size}. Pass these numbers, and start the script by the"
-                " library's launcher. [J864]"
-            )
+    def _connected_as(self) -> tuple[int, int] | None:
+        """Return this rank and the number of ranks, if they are known before ``setup``, or from an earlier one."""
+        return (self.rank, self.world_size) if hasattr(self, "rank") else None
 
     @final
     def _check_source(self, source: int) -> None:

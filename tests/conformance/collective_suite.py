@@ -38,7 +38,7 @@ def check_over_library(
     for _ in range(times):
         with pytest.raises(ValueError, match="J818"):
             Join([], process_group=collective)
-        told = rf"world_size={size + 1}\) does not fit.* as rank {rank} of {size}\..*\[J864\]"
+        told = rf"world_size={size + 1}\) is not possible.* which is rank {rank} of {size}\..*\[J817\]"
         with pytest.raises(ValueError, match=told):
             collective.setup(rank, size + 1)
         collective.setup(rank, size)

@@ -103,7 +103,7 @@ The errors that users meet most often have an example:
 HEIRS = {
     **dict.fromkeys(("J006", "J008", "J019", "J071", "J465", "J680"), "J001"),
     **dict.fromkeys(("J007", "J009", "J069", "J070", "J072", "J074", "J464", "J470", "J820"), "J002"),
-    **dict.fromkeys(("J054", "J469", "J563", "J686", "J735", "J780", "J685"), "J055"),
+    **dict.fromkeys(("J054", "J469", "J563", "J686", "J685", "J735", "J780", "J795", "J821"), "J055"),
     **dict.fromkeys(("J136", "J137", "J138", "J831"), "J121"),
     **{"J118": "J128", "J129": "J291", "J133": "J126", "J526": "J461", "J602": "J521"},
     **{

@@ -76,7 +76,7 @@ from typing_extensions import override
 from join.batch import PLAIN, Step, copied, map_tensors, without_rows
 from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken
-from join.errors import JoinError, add_note, described, wrong_value
+from join.errors import JoinError, add_note, described, outside, wrong_value
 from join.protocol.channel import IN_LOOP, ONE_AT_A_TIME, Channel, Lockstep, Phase
 from join.read_ahead import ReadAhead, length_of
 from join.rounds import Options, Rounds, bits_of
@@ -129,10 +129,8 @@ class Loop(Lockstep, Iterable[T]):
         """Whether the current step is the last one, on all ranks."""
         is_running = self.is_open and self.channel.place.phase is Phase.RUNNING
         if is_running and not self._options.lookahead:
-            raise JoinError(
-                "join.is_last_step was read in a loop with lookahead=0, which learns that a step was the last one only"
-                " after it. Pass lookahead=1 to join.iterate, or put the code behind the loop. [J821]"
-            )
+            fix = "Pass lookahead=1 to join.iterate, or put the code behind the loop"
+            raise outside("join.is_last_step was read", "a loop that reads ahead (this one has lookahead=0)", fix)
         if not is_running or self._rounds.begun < self._rounds.steps:
             return False
         return self.ahead.error is None and self._rounds.is_last(

@@ -104,7 +104,7 @@ class Collective(ABC):
             state = "is not set up" if known is None else f"is rank {known[0]} of {known[1]}"
             raise ValueError(
                 f"setup(rank={rank}, world_size={world_size}) is not possible for this {type(self).__name__}, which"
-                f" {state}. Pass a rank from 0 on and the number of ranks: those of its launcher, if it has one. Call"
+                f" {state}. Pass a rank from 0 on and the number of ranks, as a launcher has numbered them, and call"
                 " teardown() before you change them. [J817]"
             )
         self.rank, self.world_size = rank, world_size

@@ -101,15 +101,18 @@ The errors that users meet most often have an example:
 
 """
 HEIRS = {
-    **dict.fromkeys(("J006", "J008", "J019", "J071", "J465"), "J001"),
-    **dict.fromkeys(("J007", "J009", "J069", "J070", "J072", "J464"), "J002"),
-    **dict.fromkeys(("J054", "J469", "J563", "J686", "J735"), "J055"),
+    **dict.fromkeys(("J006", "J008", "J019", "J071", "J465", "J680"), "J001"),
+    **dict.fromkeys(("J007", "J009", "J069", "J070", "J072", "J074", "J464", "J470", "J820"), "J002"),
+    **dict.fromkeys(("J054", "J469", "J563", "J686", "J685", "J735", "J780", "J795", "J821"), "J055"),
     **dict.fromkeys(("J136", "J137", "J138", "J831"), "J121"),
     **{"J118": "J128", "J129": "J291", "J133": "J126", "J526": "J461", "J602": "J521"},
     **{
         "J114": "J802",
         "J463": "J460",
         "J111": "J106",
+        "J032": "J033",
+        "J860": "J016",
+        "J864": "J817",
         "J034": "J033",
         "J024": "J026",
         "J041": "J039",
@@ -276,7 +279,7 @@ def written(node: ast.expr, constants: Mapping[str, str]) -> str:
         return "".join(written(part, constants) for part in node.values)
     assert isinstance(node, ast.FormattedValue)
     source = ast.unparse(node.value)
-    if source.startswith(("did_you_mean", "hint")):
+    if source == "hint":
         return ""
     return constants[source] if source in constants else f"*{in_short(node.value)}*"
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from join.collectives import Collective, SingleCollective, TorchCollective, collective_of
+from join.collectives import Collective, SingleCollective, collective_of
 from join.errors import wrong_kind, wrong_value
 from join.joinable import Joinable, JoinHook
 from join.registry import joinables_of
@@ -165,16 +165,7 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
             )
         return collective
     first, *others = [joinable for joinable in communicating if joinable.has_own_group] or communicating
-    own = first.join_process_group
-    is_of_library = isinstance(group, Collective) and not isinstance(group, (SingleCollective, TorchCollective))
-    if is_of_library and not isinstance(own, Collective):
-        raise ValueError(
-            f"process_group={type(group).__name__} is a collective of another library, but the list has an object that"
-            f" communicates by torch.distributed ({type(first.join_target).__name__}). Write Join([],"
-            " process_group=collective), reduce gradients by that library, loop over join.iterate, and call"
-            " join.scale(loss). [J860]"
-        )
-    collective = collective_of(own)
+    collective = collective_of(first.join_process_group)
     for other in others:
         if collective_of(other.join_process_group) is not collective:
             #: If no listed object is on that group, pass an empty list and the group. The ranks of smaller groups then
@@ -186,7 +177,8 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
     if group is not ... and collective_of(group) is not collective:
         raise ValueError(
             f"process_group={group!r} is not the process group of {first.join_name}. Remove process_group from"
-            " Join(...). [J016]"
+            " Join(...). If another library reduces the gradients, write Join([], process_group=collective), loop over"
+            " join.iterate, and call join.scale(loss). [J016]"
         )
     return collective
 
@@ -254,10 +246,11 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own
         accepted |= keywords
     for name, value in kwargs.items():
         if name not in accepted:
+            matches = difflib.get_close_matches(name, [*accepted, *own], n=1)
+            hint = f" Did you mean {matches[0]}?" if matches else ""
             raise TypeError(
                 f"{name}={value!r} is not a keyword of Join or of a listed object. Correct its name, or remove it from"
-                f" Join(...). The listed objects accept {', '.join(sorted(accepted))}."
-                f"{did_you_mean(name, [*accepted, *own])} [J018]"
+                f" Join(...). The listed objects accept {', '.join(sorted(accepted))}.{hint} [J018]"
             )
 
 
@@ -270,12 +263,6 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     for name, value in flags.items():
         if value not in (True, False):  # which a numpy.bool_ is
             raise wrong_kind(name, value, "True or False", "one of them")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the known name closest to an unknown one; "" if none is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {matches[0]}?" if matches else ""
 
 
 def entered_with(joinables: Sequence[Joinable], arguments: Mapping[str, Any]) -> list[str]:

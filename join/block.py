@@ -222,12 +222,10 @@ class OpenBlock:
                     " block first, or loop over join.iterate in one block, on the group of all ranks. [J548]"
                 )
         self.channel = channels.get(id(collective)) or Channel(collective)
-        self._is_entered = False
-        self._previous_limit: timedelta | None = None  # time limit of the group's operations outside the block
         self.undo = ExitStack()
         """Callbacks that run when the block is left, whatever happened in it; the one added last runs first."""
         self.undo.callback(self._close_channel)
-        self.undo.callback(self._restore_limit)
+        self._limited = self.undo.enter_context(ExitStack())  # restores the time limit of the group's operations
 
     # -- entering -----------------------------------------------------------------------------------------------------
 
@@ -252,7 +250,7 @@ class OpenBlock:
         claim(join, joinables, enable=True, throw=self.scope.throw)
 
         def is_of_interrupted_attach(kind: type[BaseException] | None, *_: object) -> bool:
-            return kind is AttributeError and not self._is_entered
+            return kind is AttributeError and not hasattr(self.scope, "held")
 
         self.undo.push(is_of_interrupted_attach)  # and suppressed
         try:
@@ -270,7 +268,6 @@ class OpenBlock:
             raise
         self._tally = replace(self.channel.headers.tally)
         self._started = time.monotonic()
-        self._is_entered = True
 
     def _meet_others(self, entered_with: Sequence[str]) -> None:
         """End what a block around this one has begun, and compare with other ranks what this one enters with."""
@@ -297,7 +294,9 @@ class OpenBlock:
                 raise cause from error
             raise
         if self.scope.timeout is not None:  # no burst begins before all ranks have reached it, so the limit is safe
-            self._previous_limit = self._collective.limit(timedelta(seconds=2 * self.scope.timeout))
+            before = self._collective.limit(timedelta(seconds=2 * self.scope.timeout))
+            if before is not None:
+                self._limited.callback(self._collective.limit, before)
 
     def notify(self, caller: Any) -> Sum[int] | None:
         """Announce a burst of ``caller`` to all ranks if it announces; otherwise note that it follows.
@@ -393,14 +392,13 @@ class OpenBlock:
         last_rates = [number for rates in stepping.values() for number in (len(rates), (rates or [0.0])[-1])]
         row = struct.Struct(f"{_ROW}{len(last_rates)}d")
         packed = row.pack(*own_end, *own_report, *self._random, *digests_of_generators(), *last_rates)
-        work = self.channel.messages.line.gather(packed)
         with profiled("compare"):
-            rows = self.channel.guard.wait(work, "has left its block", work.total)
+            rows = self.channel.messages.gather(packed, "has left its block")
         columns = list(zip(*map(row.unpack, rows), strict=True))
         ends = _Ends(*columns[: len(_Ends._fields)])
         outcome, keeps = self._compare(outcome, ends, values)
-        warn: Callable[[], None] | None = None
-        self._restore_limit()  # because a copy of all state may take longer than a burst
+        warn: Callable[[], object] = bool
+        self._limited.close()  # because a copy of all state may take longer than a burst
         source, exchanges = outcome.source, list[tuple[str, Exchange]]()
         differ = len(set(ends.changes)) > 1
         if outcome.shadowed:
@@ -411,7 +409,7 @@ class OpenBlock:
             if differ or not shadowed:
                 exchanges += [("attributes", scope.held.exchange(source)) for scope in self.channel.roster.scopes]
         else:
-            warn = held.compare() if differ else None
+            warn = held.compare() if differ else warn
             self.channel.synchronise_own(self.scope.joinables, source)
             source = ends.shadowed.index(min(ends.shadowed))  # which ran the fewest dummies
         has_shadowed = outcome.shadowed or (tally.loops > 0 and any(ends.shadowed))
@@ -424,8 +422,7 @@ class OpenBlock:
         for member in self.scope.members:
             member.hook.post_hook(outcome.last)
         counts_steps = tally.loops > 0 and not (outcome.shadowed or any(ends.total_steps))
-        if warn is not None:
-            warn()
+        warn()
         ranks = tuple(map(RankReport, range(len(rows)), *columns[_REPORT]))
         return JoinReport(ranks, outcome.even, counts_steps)
 
@@ -461,11 +458,6 @@ class OpenBlock:
         if len(set(ends.values)) > 1:
             raise_difference(dict(enumerate(self._collective.all_gather_object(values, plain=True))))
         return outcome, True
-
-    def _restore_limit(self) -> None:
-        if self._previous_limit is not None:
-            self._collective.limit(self._previous_limit)
-            self._previous_limit = None
 
     def _close_channel(self) -> None:
         try:

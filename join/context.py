@@ -36,7 +36,7 @@ from join.arguments import (
 from join.batch import PLAIN, Step
 from join.block import BlockAlone, OpenBlock, channels, claim, joins, release, report_failed_entry
 from join.collectives import Collective, SingleCollective, Sum, collective_of
-from join.errors import JoinError, explain, outside
+from join.errors import JoinError, explain, outside, wrong_value
 from join.failure.guard import FORK
 from join.joinable import NothingAlone, NothingListed
 from join.loop import Batches, Loop
@@ -46,13 +46,14 @@ from join.protocol.headers import Member, Scope
 from join.read_ahead import check_loader
 from join.report import JoinReport
 from join.rounds import Options
-from join.scaling import factor_in_loop, refuse_scaling, scale_alone, scaled
+from join.scaling import factor_in_loop, scale_alone, scaled
 
 T = TypeVar("T")
 L = TypeVar("L", bound="torch.Tensor | float")
 
 _ITS_BLOCK = "its block", "Write with Join([...]) as join: around it"
 _A_LOOP = "the body of a loop over join.iterate, which all ranks run"
+_TRAIN_IN_BODY = "Call it there. Between len(loop) and the first step, and in the loader, train nothing"
 _LIST_A_MEAN = "Loop over join.iterate(loader), or list a joinables.Mean in the block and read it after the block"
 
 
@@ -252,10 +253,8 @@ class Join:
         for join in reversed(list(joins.values())):  # which is alone in a block without a process group
             if join.collective is collective or isinstance(join.collective, SingleCollective):
                 return join
-        raise JoinError(
-            "No Join block is open on this process group. Write with Join([...]): around the call, or pass the process"
-            " group of the block to Join.current. [J685]"
-        )
+        fix = "Write with Join([...]): around the call, or pass the process group of the block"
+        raise outside("Join.current was called", "a block on this process group", fix)
 
     @property
     def weight(self) -> float | None:
@@ -350,8 +349,11 @@ class Join:
                 divided_over = checked_number("divided_over", divided_over, divisor, is_positive=True)
             factor = factor_in_loop(step, divided_over * self._divisor)
             return scaled(loss, factor) if block.is_alone else block.channel.scaling.scale(loss, factor)
-        if self._is_in_loop or divided_over is not None:
-            refuse_scaling(None if self._is_in_loop else divided_over)
+        if self._is_in_loop:  # which reads its batches, and no batch has a weight yet
+            raise outside("join.scale was called", _A_LOOP, _TRAIN_IN_BODY)
+        if divided_over is not None:
+            kind = "possible in a plain block, where DistributedDataParallel divides the gradients"
+            raise wrong_value("divided_over", divided_over, kind, "it in loops over join.iterate only")
         weight = block.scope.weight
         if weight is None:
             return loss

@@ -76,7 +76,7 @@ from typing_extensions import override
 from join.batch import PLAIN, Step, copied, map_tensors, without_rows
 from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken
-from join.errors import JoinError, add_note, described
+from join.errors import JoinError, add_note, described, outside, wrong_value
 from join.protocol.channel import IN_LOOP, ONE_AT_A_TIME, Channel, Lockstep, Phase
 from join.read_ahead import ReadAhead, length_of
 from join.rounds import Options, Rounds, bits_of
@@ -108,10 +108,8 @@ class Loop(Lockstep, Iterable[T]):
     ) -> None:
         mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
         if options.dummy == "last" and mixed:
-            raise ValueError(
-                f"dummy='last' would count in {mixed[0]}. Pass dummy='empty', or a function that returns a batch"
-                " without samples. [J074]"
-            )
+            fix = "'empty', or a function that returns a batch without samples"
+            raise wrong_value("dummy", "last", f"free of samples, which would count in {mixed[0]}", fix)
         super().__init__(channel)
         self._options, self._on_begin = options, on_begin
         self.ahead = ReadAhead(loader, options.weigh, options.resumable)
@@ -131,10 +129,8 @@ class Loop(Lockstep, Iterable[T]):
         """Whether the current step is the last one, on all ranks."""
         is_running = self.is_open and self.channel.place.phase is Phase.RUNNING
         if is_running and not self._options.lookahead:
-            raise JoinError(
-                "join.is_last_step was read in a loop with lookahead=0, which learns that a step was the last one only"
-                " after it. Pass lookahead=1 to join.iterate, or put the code behind the loop. [J821]"
-            )
+            fix = "Pass lookahead=1 to join.iterate, or put the code behind the loop"
+            raise outside("join.is_last_step was read", "a loop that reads ahead (this one has lookahead=0)", fix)
         if not is_running or self._rounds.begun < self._rounds.steps:
             return False
         return self.ahead.error is None and self._rounds.is_last(

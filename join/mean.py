@@ -19,7 +19,7 @@ import torch
 from join.arguments import checked_number
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
-from join.errors import ProtocolError
+from join.errors import ProtocolError, wrong_kind
 
 _HEAD, _FIRST = 16, 4  # numbers of the first all-reduce, and these before the first value
 
@@ -51,9 +51,7 @@ def mean_over_ranks(collective: Collective, value: Any, weight: Any) -> Any:
             return each.to(device, dtype, non_blocking=True).reshape(-1)
         if isinstance(each, Real):
             return torch.full((1,), float(each), dtype=dtype, device=device)  # the host would wait for torch.tensor
-        raise TypeError(
-            f"join.mean got a value of type {type(each).__name__}. Pass a number, a tensor, or a dict of these. [J680]"
-        )
+        raise wrong_kind("value", each, "a number or a tensor", "a number, a tensor, or a dict of these")
 
     def restored(each: Any, mean: torch.Tensor) -> Any:
         if isinstance(each, torch.Tensor):

@@ -18,7 +18,7 @@ import torch
 
 from join.arguments import checked_number
 from join.batch import tensors_in
-from join.errors import JoinError
+from join.errors import JoinError, outside
 
 _SAMPLED = 64  # elements of a tensor in memory that other libraries may write to
 _tracked, _foreign, _version = attrgetter("tracked"), attrgetter("foreign"), attrgetter("_version")
@@ -180,11 +180,8 @@ class ReadAhead:
             JoinError: If the loader is not resumable, or if ``state_dict`` raised an exception.
         """
         if not self._resumable:
-            raise JoinError(
-                f"join.loader_state() has no state of the {self._name}, because the loop keeps states only if it is"
-                " asked to: each step then calls the loader's state_dict. Write join.iterate(loader, resumable=True)."
-                " [J795]"
-            )
+            place = "a loop that keeps the states of its loader, and calls its state_dict in each step"
+            raise outside("join.loader_state was called", place, "Write join.iterate(loader, resumable=True)")
         if isinstance(self.state, Exception):
             raise JoinError(
                 f"The state_dict of {self._name} raised an exception. Fix the cause shown above. [J076]"

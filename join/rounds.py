@@ -77,10 +77,8 @@ class Options:
         for name, number, least in (("lookahead", self.lookahead, 0), ("window", window, 1)):
             checked_number(name, number, "a number of steps", least=least, is_whole=True)
         if not self.lookahead and self.window != 1:
-            raise ValueError(
-                f"window={self.window!r} was passed with lookahead=0, but the weights of a window are added up before"
-                " its first step, so its batches are read ahead. Pass lookahead=1 or window=1. [J820]"
-            )
+            kind = "possible with lookahead=0, as the weights of a window are added up before its first step"
+            raise wrong_value("window", self.window, kind, "lookahead=1 or window=1")
         if self.weigh is not None and not callable(self.weigh):
             fix = "a function that returns the weight of a batch, such as its number of samples"
             raise wrong_kind("weigh", self.weigh, "a function", fix)

@@ -227,23 +227,6 @@ _CALL = (
 )
 
 
-def refuse_scaling(divided_over: float | None) -> NoReturn:
-    """Raise an error because a loss was scaled outside the body of a loop, as only losses in a body are.
-
-    Args:
-        divided_over: The argument of ``Join.scale``; ``None`` if a loop reads its batches.
-    """
-    if divided_over is None:
-        raise JoinError(
-            "join.scale was called while a loop over join.iterate reads its batches, where no batch has a weight yet."
-            " Call it in the loop body. Between len(loop) and the first step, and in the loader, train nothing. [J780]"
-        )
-    raise ValueError(
-        f"divided_over={divided_over!r} was passed to join.scale in a plain block, where DistributedDataParallel"
-        " divides the gradients. Remove the argument from the call, or loop over join.iterate. [J470]"
-    )
-
-
 def refuse_weight(weight: float | None, place: str) -> NoReturn:
     """Raise an error because the loss of a backward was scaled with another weight.
 

@@ -99,13 +99,13 @@ class Collective(ABC):
         Raises:
             ValueError: If there is no such rank, or if the ranks are connected already, with different numbers.
         """
-        known = (self.rank, self.world_size) if hasattr(self, "rank") else None
+        known = self._connected_as()
         if not 0 <= rank < world_size or (known or (rank, world_size)) != (rank, world_size):
             state = "is not set up" if known is None else f"is rank {known[0]} of {known[1]}"
             raise ValueError(
                 f"setup(rank={rank}, world_size={world_size}) is not possible for this {type(self).__name__}, which"
-                f" {state}. Pass a rank from 0 on and the number of ranks, and call teardown() before you change them."
-                " [J817]"
+                f" {state}. Pass a rank from 0 on and the number of ranks, as a launcher has numbered them, and call"
+                " teardown() before you change them. [J817]"
             )
         self.rank, self.world_size = rank, world_size
 
@@ -319,17 +319,9 @@ class Collective(ABC):
     def hold(self) -> None:
         """Never run the group's destructor, which would wait for an operation that no other rank joins."""
 
-    @final
-    def _check_place(self, rank: int, world_size: int) -> None:
-        """Check the arguments of ``setup`` against the numbers that the library has given this process."""
-        own = self.rank, self.world_size
-        if own != (rank, world_size):
-            self.teardown()
-            raise ValueError(
-                f"setup(rank={own[0]}, world_size={own[1]}) does not fit this {type(self).__name__}: its library has"
-                f" started this process as rank {rank} of {world_size}. Pass these numbers, and start the script by the"
-                " library's launcher. [J864]"
-            )
+    def _connected_as(self) -> tuple[int, int] | None:
+        """Return this rank and the number of ranks, if they are known before ``setup``, or from an earlier one."""
+        return (self.rank, self.world_size) if hasattr(self, "rank") else None
 
     @final
     def _check_source(self, source: int) -> None:
@@ -338,19 +330,14 @@ class Collective(ABC):
 
     @final
     def _check_outputs(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-        if len(outputs) != self.world_size:
+        kinds = {(output.dtype, output.shape, output.device, output.is_contiguous()) for output in outputs}
+        if len(outputs) != self.world_size or kinds != {(tensor.dtype, tensor.shape, tensor.device, True)}:
+            found = ", ".join(f"{describe(dtype, shape)} on {device}" for dtype, shape, device, _ in kinds)
             raise ValueError(
-                f"outputs has {len(outputs)} tensors for {self.world_size} ranks. Pass one tensor for each rank. [J032]"
+                f"outputs has {len(outputs)} tensors for {self.world_size} ranks ({found}), and the tensor is"
+                f" {describe(tensor.dtype, tensor.shape)} on {tensor.device}. Pass a contiguous output like the tensor"
+                " for each rank. [J033]"
             )
-        for rank, output in enumerate(outputs):
-            if (output.dtype, output.shape, output.device) != (tensor.dtype, tensor.shape, tensor.device) or (
-                not output.is_contiguous()
-            ):
-                raise ValueError(
-                    f"The output for rank {rank} is {describe(output.dtype, output.shape)} on {output.device}, with the"
-                    f" strides {output.stride()}, but the tensor is {describe(tensor.dtype, tensor.shape)} on"
-                    f" {tensor.device}. Pass a contiguous output like the tensor. [J033]"
-                )
 
 
 class GroupLine(Line):

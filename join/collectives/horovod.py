@@ -56,10 +56,13 @@ class HorovodCollective(Collective):
         return self._hvd.rank(), self._hvd.size(), self._hvd.local_rank()
 
     @override
+    def _connected_as(self) -> tuple[int, int]:
+        return self.place()[:2]
+
+    @override
     def setup(self, rank: int, world_size: int) -> None:
-        super().setup(rank, world_size)
         self._has_initialised |= not self._hvd.is_initialized()
-        self._check_place(*self.place()[:2])
+        super().setup(rank, world_size)
         self._names = map(f"join.{next(_numbers)}.{{}}".format, count())
 
     @override

@@ -52,9 +52,12 @@ class XLACollective(Collective):
         return self._runtime.addressable_device_count()
 
     @override
+    def _connected_as(self) -> tuple[int, int]:
+        return self.place()[:2]
+
+    @override
     def setup(self, rank: int, world_size: int) -> None:
         super().setup(rank, world_size)
-        self._check_place(*self.place()[:2])
         self._last: Work = DONE
 
     @override

@@ -487,13 +487,6 @@ class Channel:
 
     # -- around loops over Join.iterate -------------------------------------------------------------------------------
 
-    def enter_loop(self, loop: Lockstep) -> None:
-        """Enter a loop that begins on all ranks."""
-        self.late_use = LateUse(self.collective.rank)
-        self._outstanding = []
-        self.headers.leader = 0  # all ranks have begun the loop
-        self.place.phase, self.place.step, self.place.loop = Phase.READING, loop.step, loop
-
     def exit_loop(self, loop: Lockstep) -> None:
         """Continue with the plain part of the block, after a loop that has ended on all ranks."""
         loop.ended_at_header = self.headers.tally.headers
@@ -576,7 +569,9 @@ class Lockstep(ABC):
         channel.headers.tally.loops += 1
         self.progress = LoopProgress(collective, channel.headers.tally.loops)
         self.step, self.place = Step(in_loop=True, contributors=collective.world_size), channel.place
-        channel.enter_loop(self)
+        self.place.phase, self.place.step, self.place.loop = Phase.READING, self.step, self
+        channel.late_use = LateUse(collective.rank)
+        channel.headers.leader = 0  # all ranks have begun the loop
 
     def wait_for_all(self, doing: str, vote: bool = False) -> bool:
         """Wait for all ranks. With a ``timeout`` this is called before each step and each burst.

@@ -91,7 +91,6 @@ UNREACHABLE = {
     "J684": "users call joinables.Mean themselves",
     "J765": "it is of the block that users of Accelerate open",
     "J776": "the loop is the integration's",
-    "J795": "the integration saves the state of its loader itself",
 }
 """Errors whose advice is a loop, and that users of Lightning and of Transformers do not meet."""
 

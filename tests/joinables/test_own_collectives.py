@@ -676,7 +676,8 @@ def with_samples(rank: int) -> str:
 def test_dummies_with_samples_where_ranks_compute_together(pool: Pool) -> None:
     for text in pool.run(with_samples, ranks=2):
         assert text.startswith(
-            "dummy='last' would count in the forward of FSDPSequential, which contains SyncBatchNorm"
+            "dummy='last' is not free of samples, which would count in the forward of FSDPSequential, which contains"
+            " SyncBatchNorm"
         )
 
 

@@ -498,14 +498,14 @@ MUTANTS = [
     ),
     Mutant(
         "join/block.py",
-        "        self._restore_limit()  # because a copy",
+        "        self._limited.close()  # because a copy",
         "        pass  # because a copy",
         "tests/joinables/test_limits.py::test_state_is_copied_under_the_limit_of_the_group",
     ),
     Mutant(
         "join/block.py",
-        "        self.undo.callback(self._restore_limit)\n",
-        "",
+        "self.undo.enter_context(ExitStack())",
+        "ExitStack()",
         "tests/joinables/test_limits.py::test_the_limit_is_restored_after_an_error",
     ),
     Mutant(

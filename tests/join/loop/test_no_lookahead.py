@@ -153,14 +153,14 @@ def test_early_termination() -> None:
 def test_what_has_to_know_more_is_an_error() -> None:
     with Join([Counter(SingleCollective())]) as join:
         for window in (2, "all"):
-            with pytest.raises(ValueError, match=rf"window={window!r} was passed with lookahead=0.*\[J820\]"):
+            with pytest.raises(ValueError, match=rf"window={window!r} is not possible with lookahead=0.*\[J002\]"):
                 join.iterate([1], lookahead=0, window=window)  # pyright: ignore[reportArgumentType]
         with pytest.raises(
             ValueError, match=r"lookahead=-1 is not a finite number of at least 0\. Pass a number of steps"
         ):
             join.iterate([1], lookahead=-1)
         for _ in join.iterate([1], lookahead=0):
-            with pytest.raises(JoinError, match=r"J821"):
+            with pytest.raises(JoinError, match=r"is_last_step was read outside .*lookahead=0.*J055"):
                 _ = join.is_last_step
 
 

@@ -156,7 +156,7 @@ def test_a_loader_is_asked_for_its_state_only_if_the_loop_is_resumable(enable: b
             with Join([Counter(collective)], enable=enable) as join:
                 list(join.iterate(loader, resumable=resumable) if resumable else join.iterate(loader))
             if not resumable:
-                with pytest.raises(JoinError, match=r"no state of the Counting, .*resumable=True.*\[J795\]"):
+                with pytest.raises(JoinError, match=r"outside a loop that keeps .*resumable=True.*J055"):
                     join.loader_state()
             asked.append(loader.calls)
         return asked

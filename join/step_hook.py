@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from threading import RLock
@@ -18,12 +19,16 @@ class StepHook:
     or in a hook, ends the step with an error. Here, the functions are replaced as a whole, and a step calls those that
     it has found. The hook is registered when the first function is added.
 
+    Without functions, it calls one of the interpreter that does nothing: after the arithmetic of a step, a call of a
+    Python function takes 1 us.
+
     Args:
         register: One of torch's functions that register a hook of all optimizers.
     """
 
     def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
         self._register: Callable[[Callable[..., None]], object] | None = register
+        self._hook: Any = partial(_ignore)  # its function can be replaced
         self._functions: tuple[Callable[..., None], ...] = ()
         self._lock = RLock()
 
@@ -32,18 +37,23 @@ class StepHook:
         with self._lock:
             register, self._register = self._register, None
             if register is not None:
-                register(self._call)
-            self._functions = (*self._functions, function)
+                register(self._hook)
+            self._replace((*self._functions, function))
         return SimpleNamespace(remove=partial(self._remove, function))
 
     def _remove(self, function: Callable[..., None]) -> None:
         with self._lock:
-            self._functions = tuple(each for each in self._functions if each != function)
+            self._replace(tuple(each for each in self._functions if each != function))
+
+    def _replace(self, functions: tuple[Callable[..., None], ...]) -> None:
+        self._functions = functions
+        self._hook.__setstate__((self._call if functions else _ignore, (), {}, None))
 
     def _call(self, *args: Any) -> None:
         for function in self._functions:
             function(*args)
 
 
+_ignore: Callable[..., None] = partial(sys.audit, "join.step_hook")
 before_step = StepHook(register_optimizer_step_pre_hook)
 after_step = StepHook(register_optimizer_step_post_hook)

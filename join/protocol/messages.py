@@ -34,7 +34,7 @@ from typing import NamedTuple, NoReturn
 from join.agreement import Values, digest, digest_of, raise_difference
 from join.collectives import Collective, Line, Sum
 from join.collectives.timeouts import TIMEOUTS
-from join.errors import PeerError, ProtocolError
+from join.errors import ProtocolError
 from join.failure.guard import Guard
 
 WORD = 63
@@ -197,12 +197,7 @@ class Messages:
             doing: What this rank does, as a predicate; by default, what its progress says.
         """
         self._guard.doing = doing  # for the other ranks, which ask for it, too
-        try:
-            self._guard.look_around(TIMEOUTS.note)  # an error that says more than this one may be on its way
-        except PeerError as error:
-            if "[J810]" not in str(error):
-                raise
-            raise ProtocolError(str(error).partition("ProtocolError: ")[2]) from None  # a faster rank posted the same
+        self._guard.look_around(TIMEOUTS.note)  # an error that says more than this one may be on its way
         said = self._guard.ask(limit=TIMEOUTS.note) | {self._collective.rank: self._guard.progress()}
         places = "; ".join(f"rank {rank} {place.doing.partition(' with ')[0]}" for rank, place in sorted(said.items()))
         self._guard.post_and_raise(

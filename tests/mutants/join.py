@@ -725,7 +725,7 @@ MUTANTS = [
     # -- weights of losses ---------------------------------------------------------------------------------------------
     Mutant(
         "join/step_hook.py",
-        "                register(self._call)\n",
+        "                register(self._hook)\n",
         "                pass\n",
         "tests/join/test_alone.py::test_where_a_window_ends[1-a step]",
     ),

@@ -76,18 +76,15 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         size = status.st_size - _SIZE  # below 0 for a pipe or a device
         for begin in range(0, size, _CHUNK):
             checksum.update(file.read(min(_CHUNK, size - begin)))
-        if not stat.S_ISREG(status.st_mode) or file.read(_SIZE + 1) != _SEAL + checksum.hexdigest().encode():
-            raise ValueError(
-                f"ckpt_path={str(path)!r} does not end with the checksum of its bytes, so it is not a checkpoint of a"
-                " Trainer, or has changed since it was written. Resume from another checkpoint, or load weights of"
-                " other files into the module yourself. [J198]"
-            )
-        state, unreadable = _load(file.fileno())
+        is_sealed = stat.S_ISREG(status.st_mode) and file.read(_SIZE + 1) == _SEAL + checksum.hexdigest().encode()
+        unsealed: tuple[Any, str] = None, "it does not end with the checksum of its bytes"
+        state, unreadable = _load(file.fileno()) if is_sealed else unsealed
         if unreadable:
             raise ValueError(
-                f"ckpt_path={str(path)!r} is not a checkpoint that a Trainer has written: {unreadable}. Resume from"
-                " another checkpoint. Allow the classes that your own callbacks save by"
-                " torch.serialization.add_safe_globals. [J794]"
+                f"ckpt_path={str(path)!r} is not a checkpoint that a Trainer has written, or has changed since:"
+                f" {unreadable}. Resume from another checkpoint, or load weights of other files into the module"
+                " yourself. Allow the classes that your own callbacks save by torch.serialization.add_safe_globals."
+                " [J794]"
             )
         return state
 

@@ -94,10 +94,7 @@ class MetricStore(dict[str, Metric]):
         for entries in kinds.values():
             numbers = cast("list[float]", torch.stack([number for _, number, _ in entries]).tolist())
             for number, (name, _, weight) in zip(numbers, entries, strict=True):
-                self._add_number(name, self[name].reduce_fx, float(number), weight)
-
-    def _add_number(self, name: str, reduce_fx: Reduction, number: float, weight: float) -> None:
-        self._add(name, reduce_fx, [number * weight if reduce_fx == "mean" else number], weight)
+                self.record(name, number, weight, self[name].reduce_fx)
 
     def _add(self, name: str, reduce_fx: Reduction, parts: Sequence[float], weight: float) -> None:
         metric = self.setdefault(name, Metric(reduce_fx))
@@ -131,7 +128,7 @@ class MetricStore(dict[str, Metric]):
                 f" ({error}). Pass a number or a tensor with one element, such as value.mean(). Of a metric object, log"
                 " the result. [J594]"
             ) from error
-        self._add_number(name, reduce_fx, number, weight)
+        self._add(name, reduce_fx, [number * weight if reduce_fx == "mean" else number], weight)
 
     def reduce(self, collective: Collective) -> dict[str, float]:
         """Return the metrics over all ranks, by name; one object all-gather. A rank may have no metrics."""

@@ -326,20 +326,14 @@ _HOOK = re.compile(
 )
 """The names of hooks. A method of such a name that the trainer does not call would be left out silently."""
 
-_NEEDED = {
-    "fit": ("training_step", "configure_optimizers"),
-    "validate": ("validation_step",),
-    "test": ("test_step",),
-    "predict": (),
-}
-
 
 def check_module(module: Any, stage: str) -> None:
     """Raise a ``TypeError`` for a module without a method that the stage needs, or with hooks that are never called."""
     if not isinstance(module, TrainModule):
         kind = type(module).__name__
         raise TypeError(f"module is of type {kind}. Derive its class from joinables.trainer.TrainModule. [J181]")
-    for name in _NEEDED[stage]:
+    needed = {"fit": "training_step configure_optimizers", "validate": "validation_step", "test": "test_step"}
+    for name in needed.get(stage, "").split():
         if not overrides(module, name):
             raise TypeError(f"{type(module).__name__} has no {name}, which {stage} calls. Define that method. [J182]")
     refuse_hooks(module)

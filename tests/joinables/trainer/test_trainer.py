@@ -460,7 +460,7 @@ def test_bad_runs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a checkpoint of a Trainer"):
         Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "bad.ckpt")
     torch.save(Classifier().state_dict(), tmp_path / "weights.ckpt")
-    told = r"ckpt_path='.*weights\.ckpt' does not end with the checksum.*into the module yourself"
+    told = r"ckpt_path='.*weights\.ckpt' is not .*: it does not end with the checksum.*into the module yourself"
     for run in (Trainer().fit, Trainer().validate, Trainer().test, Trainer().predict):
         with pytest.raises(ValueError, match=told):
             run(Classifier(), loader(), ckpt_path=tmp_path / "weights.ckpt")

@@ -76,9 +76,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         size = status.st_size - _SIZE  # below 0 for a pipe or a device
         for begin in range(0, size, _CHUNK):
             checksum.update(file.read(min(_CHUNK, size - begin)))
-        is_sealed = stat.S_ISREG(status.st_mode) and file.read(_SIZE + 1) == _SEAL + checksum.hexdigest().encode()
-        unsealed: tuple[Any, str] = None, "it does not end with the checksum of its bytes"
-        state, unreadable = _load(file.fileno()) if is_sealed else unsealed
+        state, unreadable = dict[str, Any](), "it does not end with the checksum of its bytes"
+        if stat.S_ISREG(status.st_mode) and file.read(_SIZE + 1) == _SEAL + checksum.hexdigest().encode():
+            state, unreadable = _load(file.fileno())
         if unreadable:
             raise ValueError(
                 f"ckpt_path={str(path)!r} is not a checkpoint that a Trainer has written, or has changed since:"

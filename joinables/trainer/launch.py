@@ -170,11 +170,10 @@ class Launcher:
             BaseException: The exception that ``fn`` raised on a rank, with the worker's traceback as its cause. If
                 several ranks failed, it is the exception that caused the others, of the lowest such rank.
         """
-        environment = self._environment
-        if environment is None:
+        if self._environment is None:
             return self._start(fn, args)
-        place = place_of(environment)
-        store = fresh_store(_store_of(environment), place.rank, place.world_size)
+        place = place_of(self._environment)
+        store = fresh_store(_store_of(self._environment), place.rank, place.world_size)
         with rank_of_group(place.rank, place.world_size, store, **self._options), ending_forks():
             return fn(*_placed(args, place))
 

@@ -624,9 +624,8 @@ class Fit(Run):
         for stepped in self.schedulers:
             if stepped.interval == interval:
                 is_plateau = isinstance(stepped.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-                stepped.scheduler.step(
-                    *([monitored(self.trainer.callback_metrics, stepped.monitor)] if is_plateau else [])
-                )
+                args = [monitored(self.trainer.callback_metrics, stepped.monitor)] if is_plateau else []
+                stepped.scheduler.step(*args)
 
     def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.call("on_before_optimizer_step", optimizer)

@@ -198,12 +198,11 @@ class Trainer:
         """Run a stage on all ranks, bring its output into this process, and return its results."""
         check_module(module, stage)
         for name, loader in loaders.items():
-            is_list = isinstance(loader, (list, tuple))
-            is_several = is_list and any(isinstance(each, DataLoader) for each in cast("Any", loader))
-            if isinstance(loader, Dataset) or is_several:
-                kind = "several loaders" if is_several else "a data set"
+            parts = cast("Sequence[Any]", loader) if isinstance(loader, (list, tuple)) else ()
+            if isinstance(loader, Dataset) or any(isinstance(part, DataLoader) for part in parts):
                 raise TypeError(
-                    f"{name} is {kind}. Pass one loader, such as DataLoader(dataset, batch_size=...). [J186]"
+                    f"{name} is a data set, or has several loaders. Pass one loader, such as DataLoader(dataset,"
+                    " batch_size=...). [J186]"
                 )
             if name != "val_loader" or loader is not None:
                 check_loader(loader)

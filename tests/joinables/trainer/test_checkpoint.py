@@ -26,9 +26,9 @@ import pytest
 import torch
 
 from joinables.trainer import ModelCheckpoint, Trainer
-from joinables.trainer.checkpoint import _SEAL, read_checkpoint, write_checkpoint
+from joinables.trainer.checkpoint import _SEAL
 from tests.harness import at_night
-from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.modules import Classifier, loader, read_checkpoint, write_checkpoint
 
 FORKS = multiprocessing.get_context("forkserver")
 
@@ -216,8 +216,7 @@ import errno, sys
 from pathlib import Path
 import torch
 from joinables.trainer import ModelCheckpoint, Trainer
-from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
-from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.modules import Classifier, loader, read_checkpoint, write_checkpoint
 
 folder = Path(sys.argv[1])
 path = folder / "file.ckpt"

@@ -35,10 +35,9 @@ from joinables.trainer import (
     TrainModule,
     WorkerDied,
 )
-from joinables.trainer.checkpoint import read_checkpoint
 from joinables.trainer.launch import Place
 from tests.harness import NIGHT, in_test_all
-from tests.joinables.trainer.modules import Classifier, dataset, loader
+from tests.joinables.trainer.modules import Classifier, dataset, loader, read_checkpoint
 from tests.scripts import ROOT
 from tests.training import TOLERANCE, assert_same, flat_state
 

@@ -290,6 +290,7 @@ def place_of(environment: Any, *, address: bool = False) -> Place:
     Raises:
         ValueError: If a variable, a method or a property is missing or fails, or its value makes no sense.
     """
+    cause: Exception | None = None
     try:
         variables = _variables_of(environment)
         rank, ranks = int(variables["RANK"]), int(variables["WORLD_SIZE"])
@@ -298,15 +299,15 @@ def place_of(environment: Any, *, address: bool = False) -> Place:
         host, port = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) if address else ("-", 1)
         if 0 <= place.rank < place.world_size and place.local_rank >= 0 and host and 0 < port < 2**16:
             return place
-        raise ValueError(f"{place} at {host}:{port} is not possible")
+        problem = f"{place} at {host}:{port} is not possible"
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"cluster_environment={environment!r} does not describe this process ({described(error)}). Start the script"
-            " with torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset these"
-            " variables. An object of your own has the methods global_rank(), world_size() and local_rank(), which"
-            " return numbers from 0 on, and the properties main_address and main_port with a host and a free port of"
-            " rank 0. [J711]"
-        ) from error
+        cause, problem = error, described(error)
+    raise ValueError(
+        f"cluster_environment={environment!r} does not describe this process ({problem}). Start the script with"
+        " torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset these variables. An"
+        " object of your own has the methods global_rank(), world_size() and local_rank(), which return numbers from 0"
+        " on, and the properties main_address and main_port with a host and a free port of rank 0. [J711]"
+    ) from cause
 
 
 def _variables_of(environment: Any) -> dict[str, Any]:

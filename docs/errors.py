@@ -126,6 +126,8 @@ HEIRS = {
         "J500": "J620",
         "J410": "J711",
         "J743": "J870",
+        "J198": "J794",
+        "J271": "J261",
     },
 }
 """For the code of an error of an earlier version, the code of the error that is raised now."""

@@ -130,12 +130,10 @@ class ModelCheckpoint(Callback):
         before, self._saved_step = self.state_dict(), trainer.global_step
         folder = self._folder_of(trainer)
         # In the middle of an epoch, a missing metric is NaN.
-        metrics = (
-            trainer.callback_metrics if is_epoch_end else {str(self._monitor): math.nan, **trainer.callback_metrics}
-        )
+        missing = {} if is_epoch_end else {str(self._monitor): math.nan}
         paths: list[str] = []
         if self._top_k and not only_last:
-            score = 0.0 if self._monitor is None else monitored(metrics, self._monitor)
+            score = 0.0 if self._monitor is None else monitored({**missing, **trainer.callback_metrics}, self._monitor)
             path = self._free_path(trainer, folder)
             self._kept[path] = score
             for worst in self._best_first()[self._top_k :] if self._top_k > 0 else ():

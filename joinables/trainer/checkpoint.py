@@ -1,4 +1,4 @@
-r"""Checkpoint files: :func:`write_checkpoint`, :func:`read_checkpoint`, and objects that write and read others.
+r"""Checkpoint files: :class:`FileCheckpointIO`, and the protocol of objects that write and read others.
 
 A file exists as a whole or not at all. It is a file of ``torch.save``, which ``torch.load(path)`` reads, followed by
 the checksum of all bytes before it: ``\nsha256 `` and 64 hexadecimal digits. Readers of zip archives and pickles ignore
@@ -25,71 +25,6 @@ from joinables.trainer.files import free_path, replacing, save
 _SEAL = b"\nsha256 "
 _SIZE = len(_SEAL) + 2 * hashlib.sha256().digest_size
 _CHUNK = 1 << 20  # bytes in one read
-
-
-def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write ``state`` to ``path``; a process that is killed at any moment leaves the old file or the new one.
-
-    If several processes write to the same path at the same time, the file of the last one stays, whole. A killed
-    process may leave a file ``.joinables-*.part`` in the folder. No later write removes it.
-
-    Args:
-        state: Plain data and tensors.
-        path: The file. Its folder is made.
-
-    Raises:
-        OSError: If the file cannot be written, with ``errno.ENOSPC`` if the disk is full. Its ``filename`` is ``path``,
-            or the folder that could not be made. The old file stays, and no temporary file is left.
-        TypeError: If the state has other objects, which could be written, but not read again.
-        ValueError: If ``path`` is a folder, a device or a pipe.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    checksum = hashlib.sha256()
-    with replacing(path, survives=True) as file:
-        save(dict(state), lambda data: (file.write(data), checksum.update(data)))
-        file.write(_SEAL + checksum.hexdigest().encode())
-        file.flush()
-        if unreadable := _load(file.fileno())[1]:
-            raise TypeError(
-                f"The checkpoint has objects that cannot be read again: {unreadable}. Put only plain data and"
-                " tensors into it, from on_save_checkpoint and the callbacks' state_dict. [J200]"
-            )
-
-
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a file of :func:`write_checkpoint`; its tensors are on the CPU, mapped from the file and not copied.
-
-    Args:
-        path: The file.
-
-    Raises:
-        OSError: If it does not exist, or cannot be read.
-        ValueError: If its bytes have changed since it was written, or if it is another kind of file. The exception has
-            no cause or context of torch's.
-    """
-    checksum = hashlib.sha256()
-    # The path might name another file in a moment, so everything is read from the file that is opened here.
-    # Without O_NONBLOCK, opening a pipe would wait for its writer. Reads are buffered, since other reads may be short.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        status = os.fstat(file.fileno())
-        size = status.st_size - _SIZE  # below 0 for a pipe or a device
-        for begin in range(0, size, _CHUNK):
-            checksum.update(file.read(min(_CHUNK, size - begin)))
-        if not stat.S_ISREG(status.st_mode) or file.read(_SIZE + 1) != _SEAL + checksum.hexdigest().encode():
-            raise ValueError(
-                f"ckpt_path={str(path)!r} does not end with the checksum of its bytes, so it is not a checkpoint of a"
-                " Trainer, or has changed since it was written. Resume from another checkpoint, or load weights of"
-                " other files into the module yourself. [J198]"
-            )
-        state, unreadable = _load(file.fileno())
-        if unreadable:
-            raise ValueError(
-                f"ckpt_path={str(path)!r} is not a checkpoint that a Trainer has written: {unreadable}. Resume from"
-                " another checkpoint. Allow the classes that your own callbacks save by"
-                " torch.serialization.add_safe_globals. [J794]"
-            )
-        return state
 
 
 def _load(descriptor: int) -> tuple[Any, str]:
@@ -141,12 +76,63 @@ class FileCheckpointIO:
     """Files of ``torch.save``; the default, and a base for subclasses that write other files to the same paths."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Write a file."""
-        write_checkpoint(checkpoint, path)
+        """Write ``checkpoint`` to ``path``; a process that is killed at any moment leaves the old file or the new one.
+
+        If several processes write to the same path at the same time, the file of the last one stays, whole. A killed
+        process may leave a file ``.joinables-*.part`` in the folder. No later write removes it.
+
+        Args:
+            checkpoint: Plain data and tensors.
+            path: The file. Its folder is made.
+
+        Raises:
+            OSError: If the file cannot be written, with ``errno.ENOSPC`` if the disk is full. Its ``filename`` is
+                ``path``, or the folder that could not be made. The old file stays, and no temporary file is left.
+            TypeError: If it has other objects, which could be written, but not read again.
+            ValueError: If ``path`` is a folder, a device or a pipe.
+        """
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        checksum = hashlib.sha256()
+        with replacing(Path(path), survives=True) as file:
+            save(checkpoint, lambda data: (file.write(data), checksum.update(data)))
+            file.write(_SEAL + checksum.hexdigest().encode())
+            file.flush()
+            if unreadable := _load(file.fileno())[1]:
+                raise TypeError(
+                    f"The checkpoint has objects that cannot be read again: {unreadable}. Put only plain data and"
+                    " tensors into it, from on_save_checkpoint and the callbacks' state_dict. [J200]"
+                )
 
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Read a file."""
-        return read_checkpoint(path)
+        """Read a file of :meth:`save_checkpoint`; its tensors are on the CPU, mapped from the file and not copied.
+
+        Args:
+            path: The file.
+
+        Raises:
+            OSError: If it does not exist, or cannot be read.
+            ValueError: If its bytes have changed since it was written, or if it is another kind of file. The exception
+                has no cause or context of torch's.
+        """
+        checksum = hashlib.sha256()
+        # The path might name another file in a moment, so everything is read from the file that is opened here.
+        # Without O_NONBLOCK, opening a pipe would wait for its writer. Reads are buffered, since others may be short.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            size = status.st_size - _SIZE  # below 0 for a pipe or a device
+            for begin in range(0, size, _CHUNK):
+                checksum.update(file.read(min(_CHUNK, size - begin)))
+            state, unreadable = dict[str, Any](), "it does not end with the checksum of its bytes"
+            if stat.S_ISREG(status.st_mode) and file.read(_SIZE + 1) == _SEAL + checksum.hexdigest().encode():
+                state, unreadable = _load(file.fileno())
+            if unreadable:
+                raise ValueError(
+                    f"ckpt_path={path!r} is not a checkpoint that a Trainer has written, or has changed since:"
+                    f" {unreadable}. Resume from another checkpoint, or load weights of other files into the module"
+                    " yourself. Allow the classes that your own callbacks save by torch.serialization.add_safe_globals."
+                    " [J794]"
+                )
+            return state
 
     def remove_checkpoint(self, path: str) -> None:
         """Remove a file."""
@@ -164,7 +150,7 @@ def keep_trained(folder: Path, state: Mapping[str, Any]) -> str:
     # get_extra_state may have returned objects that cannot be written, or not be read again.
     tensors = {name: value.detach() for name, value in state["module"].items() if isinstance(value, torch.Tensor)}
     try:
-        write_checkpoint({"module": tensors}, path)
+        FileCheckpointIO().save_checkpoint({"module": tensors}, path)
     except Exception as error:
         return f"Its weights could not be saved: {described(error)}."
     return f"torch.load({path!r})['module'] returns the trained weights."

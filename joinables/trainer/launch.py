@@ -170,11 +170,10 @@ class Launcher:
             BaseException: The exception that ``fn`` raised on a rank, with the worker's traceback as its cause. If
                 several ranks failed, it is the exception that caused the others, of the lowest such rank.
         """
-        environment = self._environment
-        if environment is None:
+        if self._environment is None:
             return self._start(fn, args)
-        place = place_of(environment)
-        store = fresh_store(_store_of(environment), place.rank, place.world_size)
+        place = place_of(self._environment)
+        store = fresh_store(_store_of(self._environment), place.rank, place.world_size)
         with rank_of_group(place.rank, place.world_size, store, **self._options), ending_forks():
             return fn(*_placed(args, place))
 
@@ -197,9 +196,8 @@ class Launcher:
                 )
             results = multiprocessing.get_context(method).SimpleQueue()
             call = (fn, args) if method == "fork" else None
-            job = _Job(self._world_size, self._node, self._options, threads, folder, results, call)
             _serve_beside(self._node)
-            _, failures = run(_work, ranks, job, method=method, folder=folder)
+            _, failures = run(self._work, ranks, threads, folder, results, call, method=method, folder=folder)
             if failures:
                 error = _error_of(failures[0])
                 more = [each for each in failures[1:] if each.blame != RUNNING]  # the others only waited for this rank
@@ -207,8 +205,35 @@ class Launcher:
                     add_note(error, "; ".join(f"rank {each.rank} failed too: {each.text[:200]}" for each in more))
                 raise error
             is_tuple, *fields = results.get()
-            got = tuple(read(folder / field) if isinstance(field, _Name) else field for field in fields)
+            got = tuple(read(folder / field) if isinstance(field, Path) else field for field in fields)
             return cast("Any", got if is_tuple else got[0])
+
+    def _work(self, rank: int, threads: int, folder: Path, results: Any, call: Any) -> None:
+        """Run the function as one rank; the first puts the result before it waits for other ranks, which may fail.
+
+        Args:
+            rank: The rank.
+            threads: Its number of torch threads.
+            folder: The folder of the launch, which has the call for workers that are not forked.
+            results: The queue into which the first worker puts one tuple: the result of the function.
+            call: The function and its arguments, for forked workers.
+        """
+        torch.set_num_threads(threads)
+        output.begin(rank, self._world_size)
+        fn, args = call or _read_call(folder)
+        ranks, address = self._node.ranks, self._node.address
+        store: dist.Store = dist.FileStore(f"{folder}/store", len(ranks))
+        if store.add("opened", 1) == len(ranks):  # the file should not stay if the parent is killed
+            (folder / "call").unlink(missing_ok=True)
+        if address is not None:
+            store = fresh_store(dist.TCPStore(*address, is_master=False), rank, self._world_size)
+        with rank_of_group(rank, self._world_size, store, **self._options):
+            with ending_forks():
+                result: Any = fn(*_placed(args, place := Place(rank, self._world_size, ranks.index(rank))))
+            if place.local_rank == 0:
+                is_tuple = type(result) is tuple and len(cast("tuple[Any, ...]", result)) <= _MOST_FIELDS
+                fields: Sequence[Any] = cast("tuple[Any, ...]", result) if is_tuple else [result]
+                results.put((is_tuple, *(_put(field, folder / f"result-{i}") for i, field in enumerate(fields))))
 
 
 @dataclass(frozen=True)
@@ -440,70 +465,24 @@ def _error_of(failure: Failure) -> BaseException:
 # -- a worker ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The task of a worker.
-
-    Attributes:
-        node: The ranks of the workers.
-        options: The options of the process group.
-        results: The queue into which the first worker puts one tuple: the result of ``fn``.
-        call: ``fn`` and its arguments, for forked workers. Others read them from the file ``call`` in ``folder``, with
-            the settings of the parent.
-    """
-
-    world_size: int
-    node: Node
-    options: dict[str, Any]
-    threads: int
-    folder: Path
-    results: Any
-    call: tuple[Callable[..., Any], tuple[Any, ...]] | None
-
-
-def _work(rank: int, job: _Job) -> None:
-    """Run the function as one rank; the first puts the result before it waits for other ranks, which may fail."""
-    torch.set_num_threads(job.threads)
-    output.begin(rank, job.world_size)
-    fn, args = _call_of(job)
-    ranks, address, store = job.node.ranks, job.node.address, dist.FileStore(f"{job.folder}/store", len(job.node.ranks))
-    if store.add("opened", 1) == len(ranks):  # the file should not stay if the parent is killed
-        (job.folder / "call").unlink(missing_ok=True)
-    if address is not None:
-        store = fresh_store(dist.TCPStore(*address, is_master=False), rank, job.world_size)
-    with rank_of_group(rank, job.world_size, store, **job.options):
-        with ending_forks():
-            result: Any = fn(*_placed(args, place := Place(rank, job.world_size, ranks.index(rank))))
-        if place.local_rank == 0:
-            is_tuple = type(result) is tuple and len(cast("tuple[Any, ...]", result)) <= _MOST_FIELDS
-            fields: Sequence[Any] = cast("tuple[Any, ...]", result) if is_tuple else [result]
-            job.results.put((is_tuple, *(_put(field, job.folder, number) for number, field in enumerate(fields))))
-
-
 def _placed(args: Sequence[Any], place: Place) -> list[Any]:
     return [place if arg is Place else arg for arg in args]
 
 
-class _Name(str):
-    """Name of a file with a field of a result."""
-
-
-def _put(field: Any, folder: Path, number: int) -> Any:
+def _put(field: Any, path: Path) -> Any:
     """Return a field of a result, or the name of a file that has it, which is then read as the parent will read it."""
     with suppress(TypeError, ValueError, RecursionError):  # it is not plain data
         if len(json.dumps(field)) <= _SHORT:
             return field
-    write(field, folder / f"result-{number}")
-    read(folder / f"result-{number}")
-    return _Name(f"result-{number}")
+    write(field, path)
+    read(path)
+    return Path(path.name)
 
 
-def _call_of(job: _Job) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function of a job, and its arguments; a process that was not forked takes the parent's settings."""
-    if job.call is not None:
-        return job.call
+def _read_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function that a process which was not forked runs, and its arguments; take the parent's settings."""
     try:
-        fn, args, captured = torch.load(job.folder / "call", weights_only=False, mmap=True)
+        fn, args, captured = torch.load(folder / "call", weights_only=False, mmap=True)
     except AttributeError as error:
         raise LaunchError(
             f"A started process cannot import a part of the call: {error}. Define functions and classes at the top"

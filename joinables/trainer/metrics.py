@@ -9,6 +9,7 @@ any metric NaN, even a minimum or maximum.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -78,7 +79,8 @@ class MetricStore(dict[str, Metric]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._on_device: list[tuple[str, torch.Tensor, float]] = []  # with names and weights
+        self._on_device = defaultdict[Any, list[tuple[str, torch.Tensor, float]]](list)
+        """By device and dtype, with names and weights."""
 
     @override
     def clear(self) -> None:
@@ -87,17 +89,12 @@ class MetricStore(dict[str, Metric]):
 
     def _fetch(self) -> None:
         """Add the numbers that are still on a device: one host synchronisation for each device and dtype."""
-        waiting, self._on_device = self._on_device, []
-        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor, float]]] = {}
-        for entry in waiting:
-            kinds.setdefault((entry[1].device, entry[1].dtype), []).append(entry)
-        for entries in kinds.values():
+        waiting = dict(self._on_device)
+        self._on_device.clear()
+        for entries in waiting.values():
             numbers = cast("list[float]", torch.stack([number for _, number, _ in entries]).tolist())
             for number, (name, _, weight) in zip(numbers, entries, strict=True):
-                self._add_number(name, self[name].reduce_fx, float(number), weight)
-
-    def _add_number(self, name: str, reduce_fx: Reduction, number: float, weight: float) -> None:
-        self._add(name, reduce_fx, [number * weight if reduce_fx == "mean" else number], weight)
+                self.record(name, number, weight, self[name].reduce_fx)
 
     def _add(self, name: str, reduce_fx: Reduction, parts: Sequence[float], weight: float) -> None:
         metric = self.setdefault(name, Metric(reduce_fx))
@@ -119,8 +116,9 @@ class MetricStore(dict[str, Metric]):
         if isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
             self._add(name, reduce_fx, [], 0.0)  # raises now if reduce_fx is wrong
             # The caller may change the tensor in place later.
-            self._on_device.append((name, value.detach().reshape(()).clone(), weight))
-            if len(self._on_device) == _MOST_ON_DEVICE:
+            waiting = self._on_device[value.device, value.dtype]
+            waiting.append((name, value.detach().reshape(()).clone(), weight))
+            if len(waiting) == _MOST_ON_DEVICE:
                 self._fetch()
             return
         try:
@@ -131,7 +129,7 @@ class MetricStore(dict[str, Metric]):
                 f" ({error}). Pass a number or a tensor with one element, such as value.mean(). Of a metric object, log"
                 " the result. [J594]"
             ) from error
-        self._add_number(name, reduce_fx, number, weight)
+        self._add(name, reduce_fx, [number * weight if reduce_fx == "mean" else number], weight)
 
     def reduce(self, collective: Collective) -> dict[str, float]:
         """Return the metrics over all ranks, by name; one object all-gather. A rank may have no metrics."""

@@ -72,7 +72,6 @@ class TrainModule(torch.nn.Module):
 
     automatic_optimization: bool = True
     _trainer: Any = None
-    _toggled: Sequence[tuple[torch.nn.Parameter, bool]] = ()
 
     # -- what a user overrides ----------------------------------------------------------------------------------------
 
@@ -247,20 +246,6 @@ class TrainModule(torch.nn.Module):
         """
         self.trainer.run.backward(loss, retain_graph=retain_graph, create_graph=create_graph)
 
-    def toggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Freeze the parameters of other optimizers, until :meth:`untoggle_optimizer`, as for a GAN."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self.untoggle_optimizer(optimizer)
-        self._toggled = [(parameter, parameter.requires_grad) for parameter in self.parameters()]
-        for parameter, required in self._toggled:
-            parameter.requires_grad_(required and id(parameter) in held)
-
-    def untoggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unfreeze the parameters that :meth:`toggle_optimizer` has frozen."""
-        for parameter, required in self._toggled:
-            parameter.requires_grad_(required)
-        self._toggled = []
-
     def clip_gradients(
         self,
         optimizer: torch.optim.Optimizer,
@@ -276,7 +261,7 @@ class TrainModule(torch.nn.Module):
     @property
     def logger(self) -> Any:
         """First logger of the trainer; ``None`` without one."""
-        return self.trainer.logger
+        return next(iter(self.trainer.loggers), None)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
@@ -341,20 +326,14 @@ _HOOK = re.compile(
 )
 """The names of hooks. A method of such a name that the trainer does not call would be left out silently."""
 
-_NEEDED = {
-    "fit": ("training_step", "configure_optimizers"),
-    "validate": ("validation_step",),
-    "test": ("test_step",),
-    "predict": (),
-}
-
 
 def check_module(module: Any, stage: str) -> None:
     """Raise a ``TypeError`` for a module without a method that the stage needs, or with hooks that are never called."""
     if not isinstance(module, TrainModule):
         kind = type(module).__name__
         raise TypeError(f"module is of type {kind}. Derive its class from joinables.trainer.TrainModule. [J181]")
-    for name in _NEEDED[stage]:
+    needed = {"fit": "training_step configure_optimizers", "validate": "validation_step", "test": "test_step"}
+    for name in needed.get(stage, "").split():
         if not overrides(module, name):
             raise TypeError(f"{type(module).__name__} has no {name}, which {stage} calls. Define that method. [J182]")
     refuse_hooks(module)

@@ -43,7 +43,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
@@ -91,6 +91,7 @@ class Task:
         home: The id of that process; the ranks may be processes started for it.
         random: The random state of that process, as of ``rng.capture``.
         seed: The seed of the order of a fit's training data.
+        trained: The trained weights, if that process has trained them itself.
     """
 
     stage: str
@@ -99,6 +100,7 @@ class Task:
     home: int
     random: dict[str, Any]
     seed: int
+    trained: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Snapshots(OnGroup, Burst):
@@ -386,10 +388,8 @@ class Fit(Run):
         """
         rank, ranks, before = self.collective.rank, self.collective.world_size, len(parts)
         first, sampler = parts[0], self.position.sampler
-        if sampler is not None:
-            sampler.start = first["start"] or 0
-            if first.get("seed") is not None:  # an older version wrote none
-                sampler.seed = first["seed"]
+        if sampler is not None and first["seed"] is not None:
+            sampler.start, sampler.seed = first["start"], first["seed"]
         if before == ranks and (sampler is None or first["used"] in (None, sampler.used(first["batches"]))):
             return parts[rank]
         if not any(part["batches"] or part["start"] for part in parts):
@@ -624,9 +624,8 @@ class Fit(Run):
         for stepped in self.schedulers:
             if stepped.interval == interval:
                 is_plateau = isinstance(stepped.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-                stepped.scheduler.step(
-                    *([monitored(self.trainer.callback_metrics, stepped.monitor)] if is_plateau else [])
-                )
+                args = [monitored(self.trainer.callback_metrics, stepped.monitor)] if is_plateau else []
+                stepped.scheduler.step(*args)
 
     def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.call("on_before_optimizer_step", optimizer)

@@ -163,7 +163,8 @@ class Strategy:
         Raises:
             TypeError: If the module contains a data-parallel wrapper.
         """
-        check_not_wrapped(module)
+        if any(isinstance(part, (DistributedDataParallel, DataParallel)) for part in module.modules()):
+            raise TypeError(f"{type(module).__name__} contains a data-parallel wrapper. Pass the bare module. [J263]")
         self._module, self._window = module, 0.0
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -346,21 +347,12 @@ class DDPStrategy(Strategy):
         return None if environment is None else place_of(environment)
 
     @override
-    def launch(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        world_size: int,
-        num_nodes: int = 1,
-        accelerator: str = "cpu",
-        **how: Any,
-    ) -> Any:
-        backend = "gloo"
-        if accelerator != "cpu":
-            backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
-        node = node_of(world_size // num_nodes, num_nodes, os.environ) if num_nodes > 1 else None
-        how = {"start_method": self.start_method, "environment": self._environment, "node": node}
-        return Launcher(world_size, backend=backend, **how).launch(fn, *args)
+    def launch(self, fn: Callable[..., Any], *args: Any, world_size: int, **how: Any) -> Any:
+        nodes, device = how["num_nodes"], how["accelerator"]
+        backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+        node = node_of(world_size // nodes, nodes, os.environ) if nodes > 1 else None
+        options: dict[str, Any] = {"start_method": self.start_method, "environment": self._environment, "node": node}
+        return Launcher(world_size, backend=backend, **options).launch(fn, *args)
 
     @override
     def make_collective(self) -> Collective:
@@ -483,12 +475,6 @@ class DDPStrategy(Strategy):
         self._converted = []
         super().teardown()
         self.ddp, self._wrapped = None, ()
-
-
-def check_not_wrapped(module: torch.nn.Module) -> None:
-    """Raise a ``TypeError`` for a module that contains a data-parallel wrapper."""
-    if any(isinstance(part, (DistributedDataParallel, DataParallel)) for part in module.modules()):
-        raise TypeError(f"{type(module).__name__} contains a data-parallel wrapper. Pass the bare module. [J263]")
 
 
 def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:

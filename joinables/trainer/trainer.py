@@ -114,7 +114,6 @@ class Trainer:
                 " load_checkpoint(path) and remove_checkpoint(path). [J712]"
             )
         self.num_nodes = num_nodes
-        self._how = {"num_nodes": num_nodes, "accelerator": self.accelerator}
         self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
         self.max_steps, self.seed = max_steps, seed
         self.accumulate_grad_batches = accumulate_grad_batches
@@ -130,9 +129,8 @@ class Trainer:
         """The latest value of every metric."""
         self.should_stop = False
         """Whether the fit ends after the current epoch; set it to ``True`` on any rank."""
-        self._run: Run | None = None  # the current run of this process
-        self._trained: dict[str, Any] | None = None
-        """The trained weights, if a run of this process has trained, until it has received all of the run's output."""
+        self.run: Any = None
+        """The current run of this process; ``None`` outside a run."""
         self._last_module: weakref.ref[TrainModule] | None = None
         self._last_state: dict[str, Any] | None = None
         """The snapshot that the next fit of the last module resumes from, without the weights.
@@ -200,12 +198,11 @@ class Trainer:
         """Run a stage on all ranks, bring its output into this process, and return its results."""
         check_module(module, stage)
         for name, loader in loaders.items():
-            is_list = isinstance(loader, (list, tuple))
-            is_several = is_list and any(isinstance(each, DataLoader) for each in cast("Any", loader))
-            if isinstance(loader, Dataset) or is_several:
-                kind = "several loaders" if is_several else "a data set"
+            parts = cast("Sequence[Any]", loader) if isinstance(loader, (list, tuple)) else ()
+            if isinstance(loader, Dataset) or any(isinstance(part, DataLoader) for part in parts):
                 raise TypeError(
-                    f"{name} is {kind}. Pass one loader, such as DataLoader(dataset, batch_size=...). [J186]"
+                    f"{name} is a data set, or has several loaders. Pass one loader, such as DataLoader(dataset,"
+                    " batch_size=...). [J186]"
                 )
             if name != "val_loader" or loader is not None:
                 check_loader(loader)
@@ -215,7 +212,7 @@ class Trainer:
                 " Trainer's arguments, and accumulate in training_step. [J183]"
             )
         self.callbacks = _in_order(self.callbacks)  # the user may have changed them
-        if self._run is not None:
+        if self.run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
         saved = None if ckpt_path is None else self.checkpoint_io.load_checkpoint(os.fspath(cast("str", ckpt_path)))
@@ -228,19 +225,19 @@ class Trainer:
             seed = order_seed(loaders.get("train_loader"), self.seed)
             task = Task(stage, saved, Path(folder), os.getpid(), rng.capture(), seed)
             try:
-                output = self.strategy.launch(
-                    work, Place, self, module, loaders, task, world_size=self.world_size, **self._how
-                )
+                how: dict[str, Any] = {"num_nodes": self.num_nodes, "accelerator": self.accelerator}
+                args = work, Place, self, module, loaders, task
+                output = self.strategy.launch(*args, world_size=self.world_size, **how)
                 results, queue = self._receive(module, output)
                 before = self.epochs, self.global_step
                 if queue is not None:
                     module.get_from_queue(Queue(queue))
                 return results
             except BaseException as error:
-                if self._trained is None and (path := task.folder / "trained").exists():
-                    self._trained = read(path)
-                if self._trained is not None:
-                    kept = keep_trained(self.default_root_dir, self._trained)
+                if (path := task.folder / "trained").exists():
+                    task.trained.update(read(path))
+                if task.trained:
+                    kept = keep_trained(self.default_root_dir, task.trained)
                     add_note(error, kept := f"The module was trained before this error. {kept}")
                     logging.getLogger("joinables").error(kept)  # Python 3.10 has no notes
                 for index, callback in enumerate(self.callbacks):
@@ -248,8 +245,6 @@ class Trainer:
                         callback.load_state_dict(torch.load(path, weights_only=False))
                 self.epochs, self.global_step = before
                 raise
-            finally:
-                self._trained = None
 
     def _receive(self, module: TrainModule, output: tuple[Any, ...]) -> tuple[Any, Any]:
         """Bring the output of :func:`work` into this process, the weights first; return its results and its queue."""
@@ -294,11 +289,8 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state. A callback that has none there stays as it is."""
-        self.epochs, self.global_step, self.callback_metrics = (
-            state["epochs"],
-            state["global_step"],
-            dict(state["metrics"]),
-        )
+        self.epochs, self.global_step = state["epochs"], state["global_step"]
+        self.callback_metrics = dict(state["metrics"])
         for callback in self.callbacks:
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
@@ -308,14 +300,9 @@ class Trainer:
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process receives these states with its task.
-        return {**vars(self), "_last_module": None, "_last_state": None, "_first_states": {}, "_trained": None}
+        return {**vars(self), "_last_module": None, "_last_state": None, "_first_states": {}}
 
     # -- for modules and callbacks ------------------------------------------------------------------------------------
-
-    @property
-    def logger(self) -> Any:
-        """First logger; ``None`` without one."""
-        return self.loggers[0] if self.loggers else None
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -323,9 +310,9 @@ class Trainer:
 
         It is computed from the ranks' numbers of batches when the fit begins.
         """
-        if not isinstance(run := self.run, Fit) or self.max_epochs == 0:
+        if not isinstance(self.run, Fit) or self.max_epochs == 0:
             return 0
-        batches = max(math.inf if length is None else length for length in run.plan.lengths)
+        batches = max(math.inf if length is None else length for length in self.run.plan.lengths)
         steps = batches if batches == math.inf else math.ceil(batches / self.accumulate_grad_batches)
         limits = steps * (math.inf if self.max_epochs is None else self.max_epochs), self.max_steps
         return min(limit for limit in limits if limit is not None)
@@ -336,20 +323,9 @@ class Trainer:
         return self.strategy.report
 
     @property
-    def run(self) -> Run:
-        """Current run.
-
-        Raises:
-            RuntimeError: Outside a run.
-        """
-        if self._run is None:
-            raise RuntimeError("The trainer has no current run. Call this in a hook or a step. [J271]")
-        return self._run
-
-    @property
     def global_rank(self) -> int:
         """Rank of this process; outside a run 0, or the rank that torchrun has set."""
-        place = self.strategy.place(self.world_size) if self._run is None else self._run.place
+        place = self.strategy.place(self.world_size) if self.run is None else self.run.place
         if place is not None:
             return place.rank
         node = node_of(self.world_size // self.num_nodes, self.num_nodes, os.environ)
@@ -358,7 +334,7 @@ class Trainer:
     @property
     def current_epoch(self) -> int:
         """Current epoch, from 0; outside a fit, the number of completed epochs."""
-        return self.epochs if self._run is None else self._run.position.epoch
+        return self.epochs if self.run is None else self.run.position.epoch
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint.
@@ -377,11 +353,11 @@ class Trainer:
             RuntimeError: Before any fit, in another run, or after the trained module was deleted.
             TypeError: If a state holds objects other than plain data and tensors.
         """
-        if self._run is not None and self._run.optimizers:
-            state = self._run.snapshots.take()
+        if self.run is not None and self.run.optimizers:
+            state = self.run.snapshots.take()
         else:
             module, state = self._last_module and self._last_module(), self._last_state
-            if self._run is not None or module is None or (state is None and self.global_rank == 0):
+            if self.run is not None or module is None or (state is None and self.global_rank == 0):
                 raise RuntimeError(
                     "The trainer has no fit to save, or the module of its last fit is gone. Call save_checkpoint in a"
                     " fit, or after one while you hold its module. [J275]"
@@ -394,15 +370,14 @@ class Trainer:
     def keep(self, trained: dict[str, Any]) -> None:
         """Keep trained weights for the process that started the run, even if the run fails later."""
         if self.run.is_at_home:
-            self._trained = trained
+            self.run.task.trained.update(trained)
         else:
             write(trained, self.run.task.folder / "trained")
 
     def note(self, callback: Callback) -> None:
         """Send a callback's state to the process that started the run, which receives it even if the run fails."""
-        task = self.run.task
-        if os.getpid() != task.home:
-            write(callback.state_dict(), task.folder / f"callback-{self.callbacks.index(callback)}")
+        if not self.run.is_at_home:
+            write(callback.state_dict(), self.run.task.folder / f"callback-{self.callbacks.index(callback)}")
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -463,7 +438,7 @@ def work(place: Place, trainer: Trainer, module: TrainModule, loaders: Mapping[s
     with ExitStack() as stack:
         stack.callback(_free, run)
         stack.callback(trainer.strategy.teardown)
-        stack.enter_context(replaced(trainer, "_run", run))
+        stack.enter_context(replaced(trainer, "run", run))
         stack.enter_context(replaced(module, "_trainer", trainer))
         if not run.is_at_home:
             rng.start_from(task.random)

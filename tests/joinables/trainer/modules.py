@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from joinables.trainer import TrainModule
+from joinables.trainer import FileCheckpointIO, TrainModule
 
 FEATURES, CLASSES = 6, 3
 
@@ -23,6 +25,14 @@ def dataset(samples: int = 50, seed: int = 0) -> TensorDataset:
 
 def loader(samples: int = 50, batch_size: int = 6, **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset(samples), batch_size, **options)
+
+
+def write_checkpoint(state: Mapping[str, Any], path: str | Path) -> None:
+    FileCheckpointIO().save_checkpoint(dict(state), str(path))
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    return FileCheckpointIO().load_checkpoint(str(path))
 
 
 class Classifier(TrainModule):

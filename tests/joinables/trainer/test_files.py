@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from joinables.trainer.checkpoint import write_checkpoint
 from joinables.trainer.files import replacing, temporary_folder
+from tests.joinables.trainer.modules import write_checkpoint
 
 
 def write(path: Path) -> None:

@@ -72,6 +72,7 @@ class TrainModule(torch.nn.Module):
 
     automatic_optimization: bool = True
     _trainer: Any = None
+    _toggled: Sequence[tuple[torch.nn.Parameter, bool]] = ()
 
     # -- what a user overrides ----------------------------------------------------------------------------------------
 
@@ -246,6 +247,20 @@ class TrainModule(torch.nn.Module):
         """
         self.trainer.run.backward(loss, retain_graph=retain_graph, create_graph=create_graph)
 
+    def toggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Freeze the parameters of other optimizers, until :meth:`untoggle_optimizer`, as for a GAN."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.untoggle_optimizer(optimizer)
+        self._toggled = [(parameter, parameter.requires_grad) for parameter in self.parameters()]
+        for parameter, required in self._toggled:
+            parameter.requires_grad_(required and id(parameter) in held)
+
+    def untoggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unfreeze the parameters that :meth:`toggle_optimizer` has frozen."""
+        for parameter, required in self._toggled:
+            parameter.requires_grad_(required)
+        self._toggled = []
+
     def clip_gradients(
         self,
         optimizer: torch.optim.Optimizer,
@@ -261,7 +276,7 @@ class TrainModule(torch.nn.Module):
     @property
     def logger(self) -> Any:
         """First logger of the trainer; ``None`` without one."""
-        return next(iter(self.trainer.loggers), None)
+        return self.trainer.logger
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:

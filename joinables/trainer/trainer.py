@@ -305,6 +305,11 @@ class Trainer:
     # -- for modules and callbacks ------------------------------------------------------------------------------------
 
     @property
+    def logger(self) -> Any:
+        """First logger; ``None`` without one."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
     def estimated_stepping_batches(self) -> float:
         """Number of optimizer steps of the current fit, for schedulers; infinite if no limit is known.
 

@@ -269,7 +269,11 @@ class Pair(TrainModule):
         return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.one, self.two)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.logger is self.trainer.logger
         for optimizer, part in zip(self.optimizers(), (self.one, self.two), strict=True):
+            self.toggle_optimizer(optimizer)
+            assert [p.requires_grad for p in part.parameters()] == [True, part is self.one]
+            assert sum(p.requires_grad for p in self.parameters()) == 2 - (part is self.two)
             optimizer.zero_grad()
             self.manual_backward(self.two(self.one(batch[0])).square().mean())
             self.clip_gradients(optimizer, 1e-3)
@@ -278,6 +282,8 @@ class Pair(TrainModule):
             self.clip_gradients(optimizer, 1e-5, "value")
             assert max(g.abs().max() for g in grads) <= 1e-5
             optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        assert [p.requires_grad for p in self.parameters()] == [True, True, True, False]
 
 
 def manual(rank: int) -> Any:

@@ -348,7 +348,7 @@ class DDPStrategy(Strategy):
 
     @override
     def launch(self, fn: Callable[..., Any], *args: Any, world_size: int, **how: Any) -> Any:
-        nodes, device = how["num_nodes"], how["accelerator"]
+        nodes, device = how.get("num_nodes", 1), how.get("accelerator", "cpu")
         backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
         node = node_of(world_size // nodes, nodes, os.environ) if nodes > 1 else None
         options: dict[str, Any] = {"start_method": self.start_method, "environment": self._environment, "node": node}

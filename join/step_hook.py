@@ -17,7 +17,8 @@ class StepHook:
 
     Torch goes through its own hooks of all optimizers while it calls them. To add or remove one then, in another thread
     or in a hook, ends the step with an error. Here, the functions are replaced as a whole, and a step calls those that
-    it has found. The hook is registered when the first function is added.
+    it has found. The hook is registered with the first function of the process. Hooks that a user adds later run after
+    it.
 
     Without functions, it calls one of the interpreter that does nothing: after the arithmetic of a step, a call of a
     Python function takes 1 us.
@@ -51,7 +52,8 @@ class StepHook:
 
     def _call(self, *args: Any) -> None:
         for function in self._functions:
-            function(*args)
+            if function in self._functions:  # or another thread has removed it meanwhile
+                function(*args)
 
 
 _ignore: Callable[..., None] = partial(sys.audit, "join.step_hook")

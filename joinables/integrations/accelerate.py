@@ -155,7 +155,8 @@ class AcceleratedJoin(Join):
         undo = self._restore
         undo.enter_context(scaling_losses(accelerator, self.scale))
         undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
-        undo.enter_context(replaced(accelerator, "accumulate", partial(self._accumulate, accelerator.accumulate)))
+        accumulate = partial(self._accumulate, accelerator.accumulate, accelerator.gradient_accumulation_steps)
+        undo.enter_context(replaced(accelerator, "accumulate", accumulate))
         if self._block is not None:  # it is None with enable=False
             prepared, prepare = self._prepared, accelerator.prepare_data_loader
             for loader in accelerator._dataloaders:
@@ -211,12 +212,12 @@ class AcceleratedJoin(Join):
         else:
             self._accelerator.sync_gradients = self.ends_window
 
-    def _accumulate(self, as_usual: Callable[..., Any], *models: Any) -> Any:
+    def _accumulate(self, as_usual: Callable[..., Any], steps: int, *models: Any) -> Any:
         """Enter ``accelerator.accumulate``, once for a model in a step of a loop.
 
         Accumulation windows count the steps of the loop, and Accelerate's own count the calls of ``accumulate``.
         """
-        step, steps = self._step, self._accelerator.gradient_accumulation_steps
+        step = self._step
         for model in models if step.in_loop and steps > 1 else ():
             if self._entered.get(id(model)) is step:
                 raise JoinError(

@@ -127,7 +127,6 @@ HEIRS = {
         "J410": "J711",
         "J743": "J870",
         "J198": "J794",
-        "J271": "J261",
     },
 }
 """For the code of an error of an earlier version, the code of the error that is raised now."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -280,7 +280,7 @@ class WindowAlone:
             is_reduced: Whether DDP reduces the gradients at the end of the backward.
         """
         self.parameters = parameters
-        _watch_steps()
+        after_step.add(_end_windows)
         held = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         if writes_to(held.values()) != self._writes and are_zero(held.values()):
             self.weight = 0.0
@@ -305,18 +305,13 @@ _alone: WeakKeyDictionary[Any, WindowAlone] = WeakKeyDictionary()  # by module o
 _shares: dict[int, float] = {}  # of the last backward, by its number: a backward may begin at several scaled losses
 
 
-@cache
-def _watch_steps() -> None:
-    """Let each step of an optimizer end the windows of its parameters, from the first window on."""
-    after_step.add(_end_windows)
-
-
 def _end_windows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if windows := [window for window in _alone.values() if window.weight]:
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for window in windows:
-            if not stepped.isdisjoint(map(id, window.parameters)):
-                window.weight = 0.0
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for window in _alone.values():
+        if not stepped.isdisjoint(map(id, window.parameters)):
+            window.weight = 0.0
+    if not any(window.weight for window in _alone.values()):
+        after_step.remove(_end_windows)
 
 
 def _refuse_reentrant(parameters: Sequence[torch.Tensor], before: Writes) -> None:

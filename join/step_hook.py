@@ -34,15 +34,16 @@ class StepHook:
         self._lock = RLock()
 
     def add(self, function: Callable[..., None]) -> Any:
-        """Call a function in each step of any optimizer, as torch's hook would; return a handle that can be removed."""
+        """Call a function once in each step of any optimizer, as torch's hook would; return a handle of it."""
         with self._lock:
             register, self._register = self._register, None
             if register is not None:
                 register(self._hook)
-            self._replace((*self._functions, function))
-        return SimpleNamespace(remove=partial(self._remove, function))
+            self._replace((*(each for each in self._functions if each != function), function))
+        return SimpleNamespace(remove=partial(self.remove, function))
 
-    def _remove(self, function: Callable[..., None]) -> None:
+    def remove(self, function: Callable[..., None]) -> None:
+        """Call a function no more."""
         with self._lock:
             self._replace(tuple(each for each in self._functions if each != function))
 

@@ -61,8 +61,14 @@ class HorovodCollective(Collective):
 
     @override
     def setup(self, rank: int, world_size: int) -> None:
-        self._has_initialised |= not self._hvd.is_initialized()
-        super().setup(rank, world_size)
+        initialises = not self._hvd.is_initialized()
+        self._has_initialised |= initialises
+        try:
+            super().setup(rank, world_size)
+        except ValueError:
+            if initialises:
+                self.teardown()
+            raise
         self._names = map(f"join.{next(_numbers)}.{{}}".format, count())
 
     @override

@@ -94,7 +94,7 @@ class FileCheckpointIO:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         checksum = hashlib.sha256()
         with replacing(Path(path), survives=True) as file:
-            save(checkpoint, lambda data: (file.write(data), checksum.update(data)))
+            save(dict(checkpoint), lambda data: (file.write(data), checksum.update(data)))
             file.write(_SEAL + checksum.hexdigest().encode())
             file.flush()
             if unreadable := _load(file.fileno())[1]:
@@ -127,7 +127,7 @@ class FileCheckpointIO:
                 state, unreadable = _load(file.fileno())
             if unreadable:
                 raise ValueError(
-                    f"ckpt_path={path!r} is not a checkpoint that a Trainer has written, or has changed since:"
+                    f"ckpt_path={str(path)!r} is not a checkpoint that a Trainer has written, or has changed since:"
                     f" {unreadable}. Resume from another checkpoint, or load weights of other files into the module"
                     " yourself. Allow the classes that your own callbacks save by torch.serialization.add_safe_globals."
                     " [J794]"

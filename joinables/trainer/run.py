@@ -388,7 +388,7 @@ class Fit(Run):
         """
         rank, ranks, before = self.collective.rank, self.collective.world_size, len(parts)
         first, sampler = parts[0], self.position.sampler
-        if sampler is not None and first["seed"] is not None:
+        if sampler is not None and first.get("seed") is not None:
             sampler.start, sampler.seed = first["start"], first["seed"]
         if before == ranks and (sampler is None or first["used"] in (None, sampler.used(first["batches"]))):
             return parts[rank]

@@ -129,7 +129,7 @@ class Trainer:
         """The latest value of every metric."""
         self.should_stop = False
         """Whether the fit ends after the current epoch; set it to ``True`` on any rank."""
-        self.run: Any = None
+        self._run: Run | None = None
         """The current run of this process; ``None`` outside a run."""
         self._last_module: weakref.ref[TrainModule] | None = None
         self._last_state: dict[str, Any] | None = None
@@ -212,7 +212,7 @@ class Trainer:
                 " Trainer's arguments, and accumulate in training_step. [J183]"
             )
         self.callbacks = _in_order(self.callbacks)  # the user may have changed them
-        if self.run is not None:
+        if self._run is not None:
             raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
         # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
         saved = None if ckpt_path is None else self.checkpoint_io.load_checkpoint(os.fspath(cast("str", ckpt_path)))
@@ -245,6 +245,8 @@ class Trainer:
                         callback.load_state_dict(torch.load(path, weights_only=False))
                 self.epochs, self.global_step = before
                 raise
+            finally:
+                task.trained.clear()
 
     def _receive(self, module: TrainModule, output: tuple[Any, ...]) -> tuple[Any, Any]:
         """Bring the output of :func:`work` into this process, the weights first; return its results and its queue."""
@@ -315,9 +317,9 @@ class Trainer:
 
         It is computed from the ranks' numbers of batches when the fit begins.
         """
-        if not isinstance(self.run, Fit) or self.max_epochs == 0:
+        if not isinstance(run := self.run, Fit) or self.max_epochs == 0:
             return 0
-        batches = max(math.inf if length is None else length for length in self.run.plan.lengths)
+        batches = max(math.inf if length is None else length for length in run.plan.lengths)
         steps = batches if batches == math.inf else math.ceil(batches / self.accumulate_grad_batches)
         limits = steps * (math.inf if self.max_epochs is None else self.max_epochs), self.max_steps
         return min(limit for limit in limits if limit is not None)
@@ -328,9 +330,20 @@ class Trainer:
         return self.strategy.report
 
     @property
+    def run(self) -> Run:
+        """Current run.
+
+        Raises:
+            RuntimeError: Outside a run.
+        """
+        if self._run is None:
+            raise RuntimeError("The trainer has no current run. Call this in a hook or a step. [J271]")
+        return self._run
+
+    @property
     def global_rank(self) -> int:
         """Rank of this process; outside a run 0, or the rank that torchrun has set."""
-        place = self.strategy.place(self.world_size) if self.run is None else self.run.place
+        place = self.strategy.place(self.world_size) if self._run is None else self._run.place
         if place is not None:
             return place.rank
         node = node_of(self.world_size // self.num_nodes, self.num_nodes, os.environ)
@@ -339,7 +352,7 @@ class Trainer:
     @property
     def current_epoch(self) -> int:
         """Current epoch, from 0; outside a fit, the number of completed epochs."""
-        return self.epochs if self.run is None else self.run.position.epoch
+        return self.epochs if self._run is None else self._run.position.epoch
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint.
@@ -358,11 +371,11 @@ class Trainer:
             RuntimeError: Before any fit, in another run, or after the trained module was deleted.
             TypeError: If a state holds objects other than plain data and tensors.
         """
-        if self.run is not None and self.run.optimizers:
-            state = self.run.snapshots.take()
+        if self._run is not None and self._run.optimizers:
+            state = self._run.snapshots.take()
         else:
             module, state = self._last_module and self._last_module(), self._last_state
-            if self.run is not None or module is None or (state is None and self.global_rank == 0):
+            if self._run is not None or module is None or (state is None and self.global_rank == 0):
                 raise RuntimeError(
                     "The trainer has no fit to save, or the module of its last fit is gone. Call save_checkpoint in a"
                     " fit, or after one while you hold its module. [J275]"
@@ -443,7 +456,7 @@ def work(place: Place, trainer: Trainer, module: TrainModule, loaders: Mapping[s
     with ExitStack() as stack:
         stack.callback(_free, run)
         stack.callback(trainer.strategy.teardown)
-        stack.enter_context(replaced(trainer, "run", run))
+        stack.enter_context(replaced(trainer, "_run", run))
         stack.enter_context(replaced(module, "_trainer", trainer))
         if not run.is_at_home:
             rng.start_from(task.random)

@@ -179,7 +179,7 @@ def test_large_result_of_spawned_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entries["key 9999"] == [9999, "9999"]
     ((rest, output),) = got
     assert rest == set()
-    assert output == (True, "result-0", "result-1", "result-2")
+    assert output == (True, *(Path(f"result-{number}") for number in range(3)))
     assert len(pickle.dumps(output)) < select.PIPE_BUF
 
 

@@ -21,6 +21,7 @@ from torch.utils._device import _device_constructors  # pyright: ignore[reportPr
 
 import join
 from joinables.integrations import VERSIONS, framework
+from tests.harness import in_test_all
 
 ROOT = Path(join.__file__).parent.parent
 FILES = sorted(path for package in ("join", "joinables") for path in (ROOT / package).rglob("*.py"))
@@ -341,6 +342,7 @@ def imported_tests(tree: ast.AST) -> list[str]:
     return [name for name in names if name.startswith("tests.") and ".test_" in name]
 
 
+@in_test_all
 def test_a_test_stands_alone() -> None:
     """What several need is in a module beside them."""
     tests = (ROOT / "tests").rglob("*.py")

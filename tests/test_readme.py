@@ -19,7 +19,7 @@ from joinables import check
 from joinables.testing import assert_equals_one_process
 from tests.ending import Ending
 from tests.examples import examples_of
-from tests.harness import Pool
+from tests.harness import Pool, in_test_all
 from tests.scripts import TORCHRUN, as_script, run_forked
 from tests.training import TOLERANCE, batch, build, mlp_in_one_process
 from tests.versions import needs_gloo_with_limits, needs_silent_gloo
@@ -100,6 +100,7 @@ def test_two_lines_are_new_and_make_the_loop_right(pool: Pool) -> None:
         torch.testing.assert_close(parameters, mlp_in_one_process(COUNTS, epochs=2, lr=0.01), atol=TOLERANCE, rtol=0)
 
 
+@in_test_all
 @needs_gloo_with_limits
 def test_without_them_it_hangs(pool: Pool) -> None:
     """Until the timeout of the process group expires: 3 seconds here, half an hour elsewhere."""

@@ -20,7 +20,7 @@ from join.collectives.xla import XLACollective
 from tests.conformance.collective_suite import CHECKS_OVER_LIBRARY, check_over_library, fails, times_out
 from tests.conformance.fakes import Horovod, over_horovod, over_xla
 from tests.ending import Ending
-from tests.harness import Pool, all_or_each
+from tests.harness import Pool, all_or_each, in_test_all
 
 RANKS = 3
 Over = Callable[[int, int, dist.Store], AbstractContextManager[Collective]]
@@ -38,11 +38,13 @@ conform = partial(in_group, times=2)
 """Ranks are in different places after a failure. Otherwise a collective may be set up again."""
 
 
+@in_test_all
 @pytest.mark.parametrize(("over", "over_group"), all_or_each(product(LIBRARIES, [True, False])))
 def test_conforms(pool: Pool, over: Over, over_group: bool) -> None:
     pool.run(conform, over, *CHECKS_OVER_LIBRARY, ranks=RANKS, over_group=over_group)
 
 
+@in_test_all
 @pytest.mark.parametrize("over", LIBRARIES)
 def test_alone(pool: Pool, over: Over) -> None:
     pool.run(conform, over, *CHECKS_OVER_LIBRARY, ranks=1)

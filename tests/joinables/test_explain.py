@@ -87,6 +87,7 @@ def notes_of(rank: int) -> list[list[str]]:
     return [getattr(error, "__notes__", []) for error in errors(rank)]
 
 
+@in_test_all
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
 def test_errors_name_the_command(pool: Pool) -> None:
     expected = [[f"More about it: python -m joinables explain {code}"] for code in ("J013", "J020")]

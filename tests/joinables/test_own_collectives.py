@@ -358,6 +358,7 @@ def train_tensor_parallel(rank: int, how: str, iterates: bool) -> dict[str, torc
     return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
 
 
+@in_test_all
 @pytest.mark.parametrize(
     ("how", "iterates"), [("fully_shard", True), pytest.param("DDP", True, marks=in_test_all), ("DDP", False)]
 )

@@ -25,6 +25,7 @@ from join import Join, JoinTimeoutError
 from join.collectives._torch_private import timeout_of
 from joinables.testing import NotExact, RankFailed, assert_equals_one_process, concatenated, run_ranks, uneven
 from tests.ending import Ending
+from tests.harness import in_test_all
 from tests.training import BATCH, FEATURES, TARGETS, build
 
 run: Any = partial(run_ranks, start_method="forkserver")
@@ -105,6 +106,7 @@ def sleeps(rank: int) -> None:
     time.sleep(100)
 
 
+@in_test_all
 def test_ranks_that_hang_show_where(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"^Ranks \[2, 0, 1\] failed: .*rank 1 is late\. Read") as caught:
         run(hangs, 3, timeout=30)

@@ -13,7 +13,7 @@ from join import JoinTimeoutError
 from tests import hangs
 from tests.ending import Ending, Running
 from tests.explained import ends_once_explained
-from tests.harness import cases_that_run
+from tests.harness import cases_that_run, in_test_all
 from tests.training import build
 
 AT_THE_END = r"waits for the others at the end of the block \(hangs\.py:\d+, in \w+\)"
@@ -112,6 +112,7 @@ def times_out(rank: int) -> str:
     return str(caught.value)
 
 
+@in_test_all
 @pytest.mark.parametrize("over_group", [False, True])
 def test_an_error_has_the_same_lines(ending: Ending, over_group: bool) -> None:
     for text in ending.run(times_out, ranks=4, over_group=over_group):

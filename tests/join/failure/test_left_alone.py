@@ -18,7 +18,7 @@ from join import Join, JoinError
 from join.collectives import collective_of
 from join.collectives._torch_private import timeout_of
 from tests.ending import Ending
-from tests.harness import Pool, all_or_each
+from tests.harness import Pool, all_or_each, in_test_all
 from tests.join.counter import group_works
 from tests.shorter import using
 from tests.training import MLP, TARGETS, Norm, batch, build, mesh_of
@@ -258,6 +258,7 @@ def in_a_plain_block(rank: int) -> str:
     return "fine"
 
 
+@in_test_all
 def test_a_collective_of_ones_own_in_a_plain_block(ending: Ending) -> None:
     told = "JoinTimeoutError: Ranks [0, 2] announced no collective within timeout=3 s"
     for started in [ending.start(in_a_plain_block, over_group=over_group) for over_group in (False, True)]:

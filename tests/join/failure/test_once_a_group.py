@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from join.collectives import torch as of_torch
 from join.collectives._torch_private import store_of
-from tests.harness import ALL, Pool
+from tests.harness import ALL, Pool, in_test_all
 from tests.training import batch, build
 
 
@@ -65,5 +65,6 @@ def test_nothing_stays_of_blocks(pool: Pool, over_group: bool) -> None:
     pool.run(in_blocks, (200 if ALL else 50) if over_group else 20, False, ranks=2, over_group=over_group)
 
 
+@in_test_all
 def test_no_block_waits_for_a_slow_store(pool: Pool) -> None:
     pool.run(in_blocks, 4, True, ranks=2, over_group=True)

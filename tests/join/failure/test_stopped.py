@@ -17,7 +17,7 @@ from join import Join
 from join.collectives import TorchCollective, base
 from join.protocol.channel import Lockstep
 from tests.ending import Ending, Running
-from tests.harness import cases_that_run
+from tests.harness import cases_that_run, in_test_all
 from tests.meeting import store_file
 from tests.shorter import using
 from tests.training import batch, build
@@ -86,6 +86,7 @@ def started(request: pytest.FixtureRequest, ending: Ending) -> Iterator[dict[Sto
         each.ends()
 
 
+@in_test_all
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_stopped_rank_is_named(started: dict[Stop, Running], stop: Stop) -> None:
     ends = started.pop(stop).ends()

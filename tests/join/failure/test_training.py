@@ -438,6 +438,7 @@ def dying_before_a_break(rank: int, limit: float | None) -> str:
     return "fine"
 
 
+@in_test_all
 @pytest.mark.parametrize(("limit", "over_group"), [(None, False), (2.0, True)])
 def test_a_rank_that_dies_where_all_leave(ending: Ending, limit: float | None, over_group: bool) -> None:
     for rank, end in enumerate(ending.ends(dying_before_a_break, limit, over_group=over_group, limit=30)):

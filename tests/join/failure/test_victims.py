@@ -15,7 +15,7 @@ from join import Join, PeerError
 from join.collectives import _torch_private
 from join.collectives._torch_private import close_connections
 from tests.ending import Ending
-from tests.harness import ALL, NIGHT
+from tests.harness import ALL, NIGHT, in_test_all
 
 TRANSPORTS = ["shared memory", "the group", "no CPU backend, shared memory", "no CPU backend, the group"]
 CASES = [(6, 4), (6, 1), (6, 0), (6, 5)]  # the numbers of ranks, and of the victim
@@ -33,6 +33,7 @@ def dies(rank: int, victim: int, transport: str) -> str:
     return "fine"
 
 
+@in_test_all
 @pytest.mark.parametrize(
     ("transport", "ranks", "victim"),
     [(transport, ranks, victim) for transport in TRANSPORTS for ranks in (6, 7) for victim in range(ranks)]

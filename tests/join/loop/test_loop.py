@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.batch import emptied
 from join.collectives import SingleCollective, ThreadCollective, run_threads
-from tests.harness import all_or_each
+from tests.harness import all_or_each, in_test_all
 from tests.join.counter import Counter, Leading, blames, group_works
 from tests.shorter import using
 
@@ -490,6 +490,7 @@ def test_a_collective_that_pairs_with_one_of_a_later_step(lookahead: int) -> Non
     assert at <= 2 + 3 * lookahead
 
 
+@in_test_all
 @pytest.mark.parametrize("how", ["none", "all break", "slow behind"])
 def test_nobody_who_waits_for_a_slow_rank_is_told_anything(how: str) -> None:
     with using(still=0.3, look=0.05):

@@ -79,6 +79,7 @@ def test_every_sample_exactly_once(pool: Pool, kind: str, lookahead: int, stops:
     pool.run(resumed, kind, lookahead, stops)
 
 
+@in_test_all
 @pytest.mark.parametrize("lookahead", [pytest.param(1, marks=in_test_all), 4])
 def test_every_sample_of_a_loader_with_workers_exactly_once(ending: Ending, lookahead: int) -> None:
     ending.run(resumed, "workers: 2", lookahead, range(1, 6, 2))

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, PeerError, ProtocolError
 from joinables import LossGate
 from tests.ending import Ending
-from tests.harness import Pool
+from tests.harness import Pool, in_test_all
 from tests.training import batch, build
 from tests.versions import OWN_BUFFERS
 
@@ -152,6 +152,7 @@ def skip_before_another_leads(rank: int, skipping: int) -> str:
     return str(caught.value)
 
 
+@in_test_all
 @pytest.mark.parametrize("skipping", [0, 1])
 def test_a_skipped_step_before_another_rank_leads_is_named(pool: Pool, skipping: int) -> None:
     for text in pool.run(skip_before_another_leads, skipping, ranks=2, timeout=20):

@@ -27,7 +27,7 @@ import torch
 
 from joinables.trainer import ModelCheckpoint, Trainer
 from joinables.trainer.checkpoint import _SEAL
-from tests.harness import at_night
+from tests.harness import at_night, in_test_all
 from tests.joinables.trainer.modules import Classifier, loader, read_checkpoint, write_checkpoint
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -279,6 +279,7 @@ def names(folder: Path) -> set[str]:
     return {each.name for each in folder.iterdir() if each.name != "logs"}
 
 
+@in_test_all
 def test_the_best_are_kept(tmp_path: Path) -> None:
     class Scripted(Classifier):
         scores = (0.5, 0.3, float("nan"), 0.4, 0.6)

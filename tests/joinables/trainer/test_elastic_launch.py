@@ -68,6 +68,7 @@ def drawn(seed: int, count: int, **where: Any) -> list[Kill]:
     return [Kill(step, draw.randrange(3), draw.random() < 0.5, **where) for step in steps]
 
 
+@in_test_all
 @pytest.mark.parametrize("work", SOME_WORK)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_as_many_ranks_go_on(ending: Ending, tmp_path: Path, work: str, seed: int) -> None:

@@ -15,7 +15,7 @@ from join import PeerError
 from joinables.loss_gate import LossGate
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from tests.ending import Ending
-from tests.harness import Pool, all_or_each
+from tests.harness import Pool, all_or_each, in_test_all
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
 from tests.training import TOLERANCE, assert_same, flat_state
@@ -80,6 +80,7 @@ def plays(rank: int, freezes_in: str, samples: int, ranks: int, shard: bool, fol
     return flat_state(module.state_dict())
 
 
+@in_test_all
 @pytest.mark.parametrize(
     ("freezes_in", "samples", "shard"),
     all_or_each(

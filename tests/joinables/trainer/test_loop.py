@@ -788,6 +788,7 @@ def hangs(rank: int, samples: int) -> str:
     return "fine"
 
 
+@in_test_all
 @pytest.mark.parametrize("samples", [16, 20], ids=["even", "uneven"])
 def test_the_timeout_holds_whatever_the_data(ending: Ending, samples: int) -> None:
     told = "JoinTimeoutError: Ranks [1] announced no collective within timeout=1 s"

@@ -31,6 +31,7 @@ def over(rank: int, name: str, folder: Path, options: dict[str, Any]) -> None:
         check_fits(collective, name, folder, **options)
 
 
+@in_test_all
 @pytest.mark.parametrize(("name", "accumulated"), all_or_each(product(["horovod", "xla"], [1, 2])))
 def test_training_over_another_library(pool: Pool, tmp_path: Path, name: str, accumulated: int) -> None:
     """27 samples in batches of 4: three ranks have 3, 2 and 2 batches. The fit resumes from a checkpoint."""

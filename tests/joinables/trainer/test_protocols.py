@@ -18,7 +18,7 @@ from typing_extensions import override
 from join import Join
 from joinables.trainer import DDPStrategy, FileCheckpointIO, ModelCheckpoint, Trainer
 from tests.ending import Ending, assert_blamed
-from tests.harness import Pool
+from tests.harness import Pool, in_test_all
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import free_port, trainer
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
@@ -102,6 +102,7 @@ def fitted(files: Path, io: Any, **options: Any) -> tuple[Classifier, ModelCheck
     return module, keeper
 
 
+@in_test_all
 def test_an_object_that_saves_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "pickles").mkdir()
     io, files = Pickles(tmp_path / "pickles"), tmp_path / "files"

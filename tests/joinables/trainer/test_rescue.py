@@ -250,6 +250,7 @@ class Unreadable(Extra):
     divisor = 0
 
 
+@in_test_all
 @pytest.mark.parametrize("kind", [Extra, Unreadable])
 def test_an_extra_state_that_cannot_be_sent(tmp_path: Path, kind: type[Extra]) -> None:
     with pytest.raises((NotPicklable, ZeroDivisionError)):

@@ -226,6 +226,7 @@ def test_a_worker_that_is_killed() -> None:
         fails("kill")
 
 
+@in_test_all
 def test_files_of_a_fit_that_failed(tmp_path: Path) -> None:
     """They are known, and a fit goes on from there; one that begins anew writes the same again."""
     keeper = ModelCheckpoint(tmp_path / "files", save_last=True, save_top_k=-1, every_n_train_steps=1)

@@ -31,7 +31,8 @@ SIZES = {2: 3, 3: 2}
 RIGHT = ("ok", "early", "error")
 """The kinds of verdicts that are as they should be (``programs.kind_of``)."""
 FILE = Path(__file__).parent / "verdicts.txt.xz"
-_BETWEEN_COLLECTIONS = 200  # programs; each leaves cycles of references
+_BETWEEN_COLLECTIONS = 200  # programs; each leaves cycles of references, which hold files of lines in shared memory
+_judged = itertools.count(1)
 
 
 class Verdict(NamedTuple):
@@ -71,6 +72,8 @@ def ready() -> Iterator[None]:
 def judge(over: str, program: str, longest: int, seed: int = 0) -> tuple[str, Verdict]:
     """Run a program; return what was read of it, and the verdict."""
     result = run(program.replace("*", "").split(","), TRANSPORTS[over], longest, seed)
+    if not next(_judged) % _BETWEEN_COLLECTIONS:
+        gc.collect()
     return ",".join(result.words), Verdict(result.kind, result.outcomes, result.left)
 
 
@@ -111,8 +114,6 @@ class Part(NamedTuple):
             return
         if self.words not in ran:
             ran[self.words] = judge(self.over, ",".join(self.words), self.longest, self.seed)
-            if not len(ran) % _BETWEEN_COLLECTIONS:
-                gc.collect()
         read, verdict = ran[self.words]
         for rank, word in enumerate(read.split(",")):
             if self.is_open[rank] and not word.endswith("*"):  # it has asked for more

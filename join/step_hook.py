@@ -30,7 +30,8 @@ class StepHook:
     def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
         self._register: Callable[[Callable[..., None]], object] | None = register
         self._hook: Any = partial(_ignore)  # its function can be replaced
-        self._functions: tuple[Callable[..., None], ...] = ()
+        self.functions: tuple[Callable[..., None], ...] = ()
+        """What a step calls now."""
         self._lock = RLock()
 
     def add(self, function: Callable[..., None]) -> Any:
@@ -39,21 +40,21 @@ class StepHook:
             register, self._register = self._register, None
             if register is not None:
                 register(self._hook)
-            self._replace((*(each for each in self._functions if each != function), function))
+            self._replace((*(each for each in self.functions if each != function), function))
         return SimpleNamespace(remove=partial(self.remove, function))
 
     def remove(self, function: Callable[..., None]) -> None:
         """Call a function no more."""
         with self._lock:
-            self._replace(tuple(each for each in self._functions if each != function))
+            self._replace(tuple(each for each in self.functions if each != function))
 
     def _replace(self, functions: tuple[Callable[..., None], ...]) -> None:
-        self._functions = functions
+        self.functions = functions
         self._hook.__setstate__((self._call if functions else _ignore, (), {}, None))
 
     def _call(self, *args: Any) -> None:
-        for function in self._functions:
-            if function in self._functions:  # or another thread has removed it meanwhile
+        for function in self.functions:
+            if function in self.functions:  # or another thread has removed it meanwhile
                 function(*args)
 
 

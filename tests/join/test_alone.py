@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 from join import Join, JoinError
+from join.step_hook import after_step
 from tests.harness import Pool
 
 WEIGHTS = (2, 1, 4, 0, 3)
@@ -88,6 +90,20 @@ def test_where_a_window_ends(ends: str, blocks: int) -> None:
     join.close()
     gradient = expected(range(5)) if ends == "not" else expected(range(3, 5))
     check(model, gradient + (expected(range(3)) if ends == "a step" else 0.0))
+
+
+def test_a_step_with_another_hook_of_all_optimizers() -> None:
+    """The hook of windows goes in the step that ends the last one, though another hook follows."""
+    model, calls = net(), list[Any]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model, optimizer]) as join:
+        accumulate(model, join, range(3))
+        assert after_step.functions
+        other = register_optimizer_step_post_hook(lambda *call: calls.append(call))
+        optimizer.step()
+        assert len(calls) == 1
+        other.remove()
+    assert not after_step.functions
 
 
 def test_a_loss_behind_a_reentrant_checkpoint() -> None:

@@ -397,7 +397,7 @@ class OpenBlock:
         columns = list(zip(*map(row.unpack, rows), strict=True))
         ends = _Ends(*columns[: len(_Ends._fields)])
         outcome, keeps = self._compare(outcome, ends, values)
-        warn: Callable[[], object] = bool
+        warn: Callable[[], None] | None = None
         self._limited.close()  # because a copy of all state may take longer than a burst
         source, exchanges = outcome.source, list[tuple[str, Exchange]]()
         differ = len(set(ends.changes)) > 1
@@ -409,7 +409,7 @@ class OpenBlock:
             if differ or not shadowed:
                 exchanges += [("attributes", scope.held.exchange(source)) for scope in self.channel.roster.scopes]
         else:
-            warn = held.compare() if differ else warn
+            warn = held.compare() if differ else None
             self.channel.synchronise_own(self.scope.joinables, source)
             source = ends.shadowed.index(min(ends.shadowed))  # which ran the fewest dummies
         has_shadowed = outcome.shadowed or (tally.loops > 0 and any(ends.shadowed))
@@ -422,7 +422,8 @@ class OpenBlock:
         for member in self.scope.members:
             member.hook.post_hook(outcome.last)
         counts_steps = tally.loops > 0 and not (outcome.shadowed or any(ends.total_steps))
-        warn()
+        if warn is not None:
+            warn()
         ranks = tuple(map(RankReport, range(len(rows)), *columns[_REPORT]))
         return JoinReport(ranks, outcome.even, counts_steps)
 

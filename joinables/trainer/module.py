@@ -347,8 +347,12 @@ def check_module(module: Any, stage: str) -> None:
     if not isinstance(module, TrainModule):
         kind = type(module).__name__
         raise TypeError(f"module is of type {kind}. Derive its class from joinables.trainer.TrainModule. [J181]")
-    needed = {"fit": "training_step configure_optimizers", "validate": "validation_step", "test": "test_step"}
-    for name in needed.get(stage, "").split():
+    needed = {
+        "fit": ("training_step", "configure_optimizers"),
+        "validate": ("validation_step",),
+        "test": ("test_step",),
+    }
+    for name in needed.get(stage, ()):
         if not overrides(module, name):
             raise TypeError(f"{type(module).__name__} has no {name}, which {stage} calls. Define that method. [J182]")
     refuse_hooks(module)

@@ -347,10 +347,19 @@ class DDPStrategy(Strategy):
         return None if environment is None else place_of(environment)
 
     @override
-    def launch(self, fn: Callable[..., Any], *args: Any, world_size: int, **how: Any) -> Any:
-        nodes, device = how.get("num_nodes", 1), how.get("accelerator", "cpu")
-        backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-        node = node_of(world_size // nodes, nodes, os.environ) if nodes > 1 else None
+    def launch(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        num_nodes: int = 1,
+        accelerator: str = "cpu",
+        **how: Any,
+    ) -> Any:
+        backend = "gloo"
+        if accelerator != "cpu":
+            backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
+        node = node_of(world_size // num_nodes, num_nodes, os.environ) if num_nodes > 1 else None
         options: dict[str, Any] = {"start_method": self.start_method, "environment": self._environment, "node": node}
         return Launcher(world_size, backend=backend, **options).launch(fn, *args)
 
